@@ -1,0 +1,107 @@
+"""How a notebook shows a figure or a table: with alt text or caption, evidence tier and count, in the project's style.
+
+It knows how to display, not what: plots are drawn in ``reporting.plots``.
+"""
+
+import html
+import io
+import re
+from numbers import Integral, Real
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from ..common import BadInput
+from .checks import counted, readable, valid_evidence
+
+METADATA = "batch_variance"  # key in an output's metadata, where the runner looks for figures, tables and their tiers
+_NAME = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
+
+
+def apply_style() -> None:
+    """Use the project's matplotlib style: a colour-blind-safe cycle, readable sizes, constrained layout."""
+    matplotlib.style.use(Path(__file__).with_name("batch_variance.mplstyle"))
+
+
+def show(fig: Figure, name: str, alt: str, tier: str, n: int | str) -> None:
+    """Display a figure as PNG with alt text, stamp tier and count below its right corner, and close it.
+
+    ``name`` is the PNG's name in the report's figures folder. Raises BadInput for a name that is no file name
+    (lower case, digits, - and _), empty alt text, an unknown tier, or an ``n`` that is no count.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadInput(f"figure name {name!r} cannot name a file: use lower-case letters, digits, - and _.")
+    where = f"figure {name}"
+    if not isinstance(alt, str) or not alt.strip():
+        raise BadInput(f"{where} has no alt text: say in a sentence what a reader who cannot see it should know.")
+    n = valid_evidence(where, tier, n)
+    _stamp(fig, f"{tier} · {counted(n)}")
+    png = io.BytesIO()
+    fig.savefig(png, format="png", bbox_inches="tight", metadata={"Software": None})
+    plt.close(fig)  # or the inline backend shows it a second time at the cell's end
+    alt = " ".join(alt.split())
+    display(
+        {"image/png": png.getvalue(), "text/plain": f"Figure {name}: {alt}"},
+        metadata={"image/png": {"alt": alt}, METADATA: {"figure": name, "alt": alt, "tier": tier, "n": n}},
+        raw=True,
+    )
+
+
+def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
+    """Display a frame as a table with its caption, tier and count. A default index is left out.
+
+    Raises BadInput for an empty caption, an unknown tier, or an ``n`` that is no count.
+    """
+    if not isinstance(caption, str) or not caption.strip():
+        raise BadInput("a table has no caption: say in a sentence what its rows are.")
+    n = valid_evidence(f"table {caption!r}", tier, n)
+    if not isinstance(frame.index, pd.RangeIndex):
+        frame = frame.reset_index()
+    foot = f"{tier} · {counted(n)}"
+    display(
+        {"text/html": _table_html(frame, caption, foot), "text/plain": f"{caption} ({foot})\n{frame.to_string(index=False)}"},
+        metadata={METADATA: {"table": caption, "tier": tier, "n": n}},
+        raw=True,
+    )
+
+
+def _stamp(fig: Figure, text: str) -> None:
+    """Write below everything drawn so far, so that no layout has to make room and nothing is covered."""
+    box = fig.get_tightbbox()
+    fig.text(box.x1, box.y0 - 0.04, text, transform=fig.dpi_scale_trans, ha="right", va="top", fontsize=8, color="#555555")
+
+
+def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
+    numeric = [
+        pd.api.types.is_numeric_dtype(frame.dtypes.iloc[i]) and not pd.api.types.is_bool_dtype(frame.dtypes.iloc[i])
+        for i in range(frame.shape[1])
+    ]
+    names = [" · ".join(str(part) for part in name) if isinstance(name, tuple) else str(name) for name in frame.columns]
+    side = ['style="text-align:right"' if right else 'style="text-align:left"' for right in numeric]
+    head = "".join(f'<th scope="col" {style}>{html.escape(name)}</th>' for style, name in zip(side, names))
+    rows = "".join(
+        "<tr>" + "".join(f"<td {style}>{html.escape(_cell(value))}</td>" for style, value in zip(side, row)) + "</tr>"
+        for row in frame.itertuples(index=False, name=None)
+    )
+    return (
+        f'<div class="bv-table" style="overflow-x:auto"><table><caption style="text-align:left">{html.escape(caption)} '
+        f'<small style="opacity:0.75">{html.escape(foot)}</small></caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(value: object) -> str:
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return "–"
+    if isinstance(value, (bool, np.bool_)):
+        return readable(bool(value))
+    if isinstance(value, Integral):
+        return readable(int(value))
+    if isinstance(value, Real):
+        return readable(float(value))
+    return str(value)
