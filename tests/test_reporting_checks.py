@@ -1,5 +1,6 @@
 """The verdict rule, what a check carries, and how figures and tables are displayed."""
 
+import io
 import itertools
 import json
 import sys
@@ -130,14 +131,27 @@ def test_a_figure_is_shown_once_with_alt_text_and_stamp(shown):
     assert not plt.fignum_exists(fig.number)
 
 
-def test_the_stamp_lies_below_the_drawing():
-    fig, axes = plt.subplots()
-    axes.set_xlabel("rows\nin the\nstep")
-    below = fig.get_tightbbox().y0
-    figures._stamp(fig, "emulated · n = 3")
-    top = fig.texts[0].get_window_extent().transformed(fig.dpi_scale_trans.inverted()).y1
-    assert top <= below
-    plt.close(fig)
+def test_the_stamp_is_in_the_picture_below_the_drawing(shown):
+    """The PNG grows by a strip at the bottom that holds ink, in the right half only."""
+    from PIL import Image
+
+    def picture(stamped):
+        fig, axes = plt.subplots()
+        axes.set_xlabel("rows\nin the\nstep")
+        if stamped:
+            show(fig, "stamped", "A figure.", "emulated", 3)
+            return np.asarray(Image.open(io.BytesIO(shown[-1][0]["image/png"])).convert("L"))
+        plain = io.BytesIO()
+        fig.savefig(plain, bbox_inches="tight")
+        plt.close(fig)
+        return np.asarray(Image.open(plain).convert("L"))
+
+    without, with_stamp = picture(False), picture(True)
+    strip = with_stamp[without.shape[0] - 12 :]  # 12 px: the margin that both have
+    assert strip.shape[0] > 15
+    half = strip.shape[1] // 2
+    assert (strip[:, half:] < 128).sum() > 50
+    assert (strip[:, :half] < 250).sum() == 0
 
 
 @pytest.mark.parametrize("name, alt, tier, n", [
@@ -158,7 +172,7 @@ def test_a_table_is_escaped_aligned_and_counted(shown):
     (data, kw), = shown  # fmt: skip
     text = data["text/html"]
     assert "&lt;default&gt;" in text and "1,234,567" in text and "0.1235" in text and "–" in text and "yes" in text
-    assert text.count('<th scope="col"') == 4 and "Rows by policy" in text and "recorded-gpu · n = 2" in text
+    assert text.count('<th scope="col"') == 4 and "<figcaption><strong>Rows by policy" in text and "Rows by policy" in text and "recorded-gpu · n = 2" in text
     assert kw["metadata"]["batch_variance"]["tier"] == "recorded-gpu"
     with pytest.raises(BadInput):
         table(frame, "", "recorded-gpu", 2)

@@ -72,8 +72,10 @@ def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
 
 def _stamp(fig: Figure, text: str) -> None:
     """Write below everything drawn so far, so that no layout has to make room and nothing is covered."""
-    box = fig.get_tightbbox()
-    fig.text(box.x1, box.y0 - 0.04, text, transform=fig.dpi_scale_trans, ha="right", va="top", fontsize=8, color="#555555")
+    fig.draw_without_rendering()  # lays the figure out, or the box is not yet where things will be
+    box, (width, height) = fig.get_tightbbox(), fig.get_size_inches()
+    # In fractions of the figure: only that transform follows when savefig crops to the drawing.
+    fig.text(box.x1 / width, (box.y0 - 0.05) / height, text, ha="right", va="top", fontsize=8, color="#555555")
 
 
 def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
@@ -82,17 +84,24 @@ def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
         for i in range(frame.shape[1])
     ]
     names = [" · ".join(str(part) for part in name) if isinstance(name, tuple) else str(name) for name in frame.columns]
-    side = ['style="text-align:right"' if right else 'style="text-align:left"' for right in numeric]
-    head = "".join(f'<th scope="col" {style}>{html.escape(name)}</th>' for style, name in zip(side, names))
+    side = ["right" if right else "left" for right in numeric]
+    head = "".join(f'<th scope="col" style="text-align:{way}">{html.escape(name)}</th>' for way, name in zip(side, names))
     rows = "".join(
-        "<tr>" + "".join(f"<td {style}>{html.escape(_cell(value))}</td>" for style, value in zip(side, row)) + "</tr>"
+        "<tr>" + "".join(_td(_cell(value), way) for way, value in zip(side, row)) + "</tr>"
         for row in frame.itertuples(index=False, name=None)
     )
+    # The caption stands outside the box that scrolls, so that it stays readable on a narrow screen.
     return (
-        f'<div class="bv-table" style="overflow-x:auto"><table><caption style="text-align:left">{html.escape(caption)} '
-        f'<small style="opacity:0.75">{html.escape(foot)}</small></caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<figure class="bv-table" style="margin:0"><figcaption><strong>{html.escape(caption)}</strong> '
+        f'<small style="opacity:0.75">{html.escape(foot)}</small></figcaption>'
+        f'<div class="scroll" style="overflow-x:auto" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></figure>"
     )
+
+
+def _td(text: str, side: str) -> str:
+    whole = ";white-space:nowrap" if len(text) <= 32 else ""
+    return f'<td style="text-align:{side}{whole}">{html.escape(text)}</td>'
 
 
 def _cell(value: object) -> str:

@@ -1,0 +1,189 @@
+"""Executed notebooks and the index as HTML pages that are whole in themselves: no script, no request, light or dark.
+
+nbconvert walks the notebook; the templates are ours (``templates/``), because its own pull scripts from elsewhere and
+lose alt text. A Content-Security-Policy in each page holds to that whatever a notebook displays.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import nbformat
+from markupsafe import Markup
+from nbconvert.exporters import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from traitlets.config import Config
+
+from .checks import MARKS, MIME, Check, counted, readable, readable_interval
+from .figures import METADATA
+from .results import Entry, thumbnail
+
+TEMPLATES = Path(__file__).with_name("templates")
+WIDGET = "application/vnd.jupyter.widget-view+json"
+# What tqdm writes: "40%|####  | 4/10 [00:01<00:02, 3.1it/s]" or "12it [00:03, 4.0it/s]".
+_PROGRESS = re.compile(r"\d+%\|.*\||\d+it \[|\[\d+:\d\d<|(it/s|s/it)\]")
+
+TIER_WORDS = {
+    "live-gpu": "measured on a GPU in this very run",
+    "recorded-gpu": "measured on a GPU earlier, recorded with its provenance",
+    "cpu-native": "the CPU's own kernels, as they come",
+    "emulated": "a GPU's arithmetic modelled on the CPU: what is rounded where, not its speed or its timing",
+}
+STATUS_MARKS = {"ok": "✓", "failed": "✗", "timeout": "✗", "interrupted": "–", "not run": "–"}
+
+
+class Renderer(IPythonRenderer):
+    """Markdown with maths as plain text, and headings that never skip a level on one page."""
+
+    levels: list[int]
+
+    def heading(self, text, level, **attributes):
+        level = min(level, self.levels[-1] + 1 if self.levels else 1)
+        self.levels.append(level)
+        anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>|&\w+;", "", text).lower()).strip("-") or "section"
+        return f'<h{level} id="{anchor}-{len(self.levels)}">{text}</h{level}>\n'
+
+    def inline_math(self, body):
+        return f'<span class="maths">{self.escape_html(body)}</span>'
+
+    def block_math(self, body):
+        return f'<p class="maths">{self.escape_html(body.strip())}</p>'
+
+    def latex_environment(self, name, body):
+        return self.block_math(body)
+
+
+class PageExporter(HTMLExporter):
+    """nbconvert's walk through a notebook with this project's template."""
+
+    def __init__(self, **kw):
+        super().__init__(template_name="page", extra_template_basedirs=[str(TEMPLATES)], **kw)
+        self.levels: list[int] = []
+
+    @property
+    def default_config(self):
+        order = [MIME, WIDGET, "text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/latex", "text/plain"]
+        config = Config({"NbConvertBase": {"display_data_priority": order}, "HighlightMagicsPreprocessor": {"enabled": True}})
+        inherited = super().default_config.copy()
+        inherited.merge(config)
+        return inherited
+
+    def render_markdown(self, source: str) -> str:
+        renderer = Renderer(escape=False, exclude_anchor_links=True)
+        renderer.levels = self.levels
+        return MarkdownWithMath(renderer=renderer).render(source)
+
+    def default_filters(self):
+        yield from super().default_filters()
+        yield "markdown2html", self.render_markdown
+        yield from FILTERS.items()
+
+    def _create_environment(self):
+        environment = super()._create_environment()
+        environment.globals.update(GLOBALS)
+        return environment
+
+
+def without_progress(text: str) -> str:
+    """What is left of a stderr stream without progress bars and blank lines."""
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    lines = (line.rstrip() for line in re.split(r"[\r\n]", text))
+    return "\n".join(line for line in lines if line and not _PROGRESS.search(line))
+
+
+def plain_traceback(output: dict[str, Any]) -> str:
+    lines = "\n".join(output.get("traceback") or [f"{output.get('ename')}: {output.get('evalue')}"])
+    return re.sub(r"\x1b\[[0-9;]*m", "", lines)
+
+
+def about(output: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that ``show`` and ``table`` left in an output."""
+    return output.get("metadata", {}).get(METADATA, {})
+
+
+def alt_text(output: dict[str, Any], kind: str) -> str:
+    """Alt text of an image; where a notebook gave none, that is said."""
+    metadata = output.get("metadata", {})
+    return metadata.get(kind, {}).get("alt") or about(output).get("alt") or "A figure without a description."
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.1f} s" if seconds < 90 else f"{int(seconds // 60)} min {seconds % 60:02.0f} s"
+
+
+FILTERS = {
+    "without_progress": without_progress,
+    "is_progress": lambda text: bool(_PROGRESS.search(text or "")),
+    "plain_traceback": plain_traceback,
+    "alt_text": alt_text,
+    "readable": readable,
+    "readable_interval": readable_interval,
+    "counted": counted,
+    "duration": duration,
+    "as_check": lambda data: Check.model_validate(dict(data)),
+}
+GLOBALS = {"MARKS": MARKS, "STATUS_MARKS": STATUS_MARKS, "TIER_WORDS": TIER_WORDS, "MIME": MIME}
+
+
+def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
+    """The page of one executed notebook."""
+    exporter = PageExporter()
+    title, _ = headline(entry.notebook, entry.name)
+    if not any(cell.cell_type == "markdown" and re.match(r"#\s", cell.source.lstrip()) for cell in entry.notebook.cells[:3]):
+        exporter.levels.append(1)  # the template gives the page its own first heading
+    plan = entry.plan
+    resources = {
+        "page": {
+            "name": entry.name,
+            "title": title,
+            "own_heading": bool(exporter.levels),
+            "status": entry.status,
+            "message": entry.message,
+            "seconds": entry.seconds,
+            "limit": plan.time_limit_seconds,
+            "tiers": entry.tiers,
+            "parameters": [(name, repr(value), repr(plan.defaults[name])) for name, value in plan.values.items()],
+            "provenance": provenance,
+        }
+    }
+    text, _ = exporter.from_notebook_node(entry.notebook, resources=resources)
+    return text
+
+
+def index_page(entries: list[Entry], provenance: dict[str, Any]) -> str:
+    """The page that opens a report: verdicts, notebooks, provenance."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES / "page"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(FILTERS)
+    environment.globals.update(GLOBALS)
+    rows = []
+    for entry in entries:
+        title, question = headline(entry.notebook or nbformat.read(entry.plan.path, as_version=4), entry.name)
+        first = entry.figures[0] if entry.figures else None
+        rows.append(
+            {
+                "entry": entry,
+                "title": title,
+                "question": question,
+                "thumbnail": first and {"src": thumbnail(first["png"]), "alt": first["alt"]},
+            }
+        )
+    checks = [(entry, one) for entry in entries for one in entry.checks]
+    verdicts = {word: sum(one.verdict == word for _, one in checks) for word in MARKS}
+    finished = sum(entry.status == "ok" for entry in entries)
+    page = environment.get_template("report.html.j2")
+    return page.render(rows=rows, checks=checks, verdicts=verdicts, finished=finished, provenance=provenance)
+
+
+def headline(notebook: nbformat.NotebookNode, name: str) -> tuple[str, Markup]:
+    """A notebook's title (its first ``#`` heading, or else its name) and its first paragraph as HTML."""
+    text = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
+    found = re.search(r"^#\s+(.+)$", text, re.MULTILINE)
+    title = re.sub(r"[`*_]", "", found.group(1)).strip() if found else name.split("_", 1)[-1].replace("_", " ").capitalize()
+    rest = text[found.end() :] if found else ""
+    paragraph = next((part for part in re.split(r"\n\s*\n", rest) if part.strip() and not part.lstrip().startswith("#")), "")
+    return title, Markup(PageExporter().render_markdown(paragraph))
