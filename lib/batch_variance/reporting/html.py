@@ -57,8 +57,9 @@ class Renderer(IPythonRenderer):
 class PageExporter(HTMLExporter):
     """nbconvert's walk through a notebook with this project's template."""
 
-    def __init__(self, **kw):
+    def __init__(self, folder: Path, **kw):
         super().__init__(template_name="page", extra_template_basedirs=[str(TEMPLATES)], **kw)
+        self.folder = folder  # where images that the notebook's markdown names are found, to be taken into the page
         self.levels: list[int] = []
 
     @property
@@ -69,8 +70,10 @@ class PageExporter(HTMLExporter):
         inherited.merge(config)
         return inherited
 
-    def render_markdown(self, source: str) -> str:
-        renderer = Renderer(escape=False, exclude_anchor_links=True)
+    def render_markdown(self, source: str, attachments: dict[str, Any] | None = None) -> str:
+        renderer = Renderer(
+            escape=False, exclude_anchor_links=True, embed_images=True, path=str(self.folder), attachments=attachments
+        )
         renderer.levels = self.levels
         return MarkdownWithMath(renderer=renderer).render(source)
 
@@ -130,8 +133,8 @@ GLOBALS = {"MARKS": MARKS, "STATUS_MARKS": STATUS_MARKS, "TIER_WORDS": TIER_WORD
 
 def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
     """The page of one executed notebook."""
-    exporter = PageExporter()
-    title, _ = headline(entry.notebook, entry.name)
+    exporter = PageExporter(entry.plan.path.parent)
+    title, _ = headline(entry.notebook, entry)
     if not any(cell.cell_type == "markdown" and re.match(r"#\s", cell.source.lstrip()) for cell in entry.notebook.cells[:3]):
         exporter.levels.append(1)  # the template gives the page its own first heading
     plan = entry.plan
@@ -162,7 +165,7 @@ def index_page(entries: list[Entry], provenance: dict[str, Any]) -> str:
     environment.globals.update(GLOBALS)
     rows = []
     for entry in entries:
-        title, question = headline(entry.notebook or nbformat.read(entry.plan.path, as_version=4), entry.name)
+        title, question = headline(entry.notebook or nbformat.read(entry.plan.path, as_version=4), entry)
         first = entry.figures[0] if entry.figures else None
         rows.append(
             {
@@ -179,11 +182,11 @@ def index_page(entries: list[Entry], provenance: dict[str, Any]) -> str:
     return page.render(rows=rows, checks=checks, verdicts=verdicts, finished=finished, provenance=provenance)
 
 
-def headline(notebook: nbformat.NotebookNode, name: str) -> tuple[str, Markup]:
+def headline(notebook: nbformat.NotebookNode, entry: Entry) -> tuple[str, Markup]:
     """A notebook's title (its first ``#`` heading, or else its name) and its first paragraph as HTML."""
     text = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
     found = re.search(r"^#\s+(.+)$", text, re.MULTILINE)
-    title = re.sub(r"[`*_]", "", found.group(1)).strip() if found else name.split("_", 1)[-1].replace("_", " ").capitalize()
+    title = re.sub(r"[`*_]", "", found.group(1)).strip() if found else entry.name.split("_", 1)[-1].replace("_", " ").capitalize()
     rest = text[found.end() :] if found else ""
     paragraph = next((part for part in re.split(r"\n\s*\n", rest) if part.strip() and not part.lstrip().startswith("#")), "")
-    return title, Markup(PageExporter().render_markdown(paragraph))
+    return title, Markup(PageExporter(entry.plan.path.parent).render_markdown(paragraph))
