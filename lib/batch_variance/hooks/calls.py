@@ -1,0 +1,178 @@
+"""One call's arguments by name: bound to the function's signature, read and replaced by path, walked for tensors.
+
+A path is a name and, after dots, keys, indices or attributes: ``q``, ``inputs.k``, ``pair.0``. Containers looked into are
+tuples, named tuples, lists, dicts and dataclasses; anything else is passed on as it is.
+"""
+
+import copy
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+
+from ..common import BadInput
+
+
+def signature_of(function: Callable) -> inspect.Signature | None:
+    """The function's signature, or None for builtins that have none (many torch operations)."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments by name. Without a signature, positional ones are named ``0``, ``1``, ..."""
+
+    values: Mapping[str, Any]
+    positional: tuple[str, ...]
+    variadic: str | None
+    splat: str | None
+
+    @classmethod
+    def bind(cls, signature: inspect.Signature | None, args: tuple, kwargs: Mapping[str, Any]) -> "Call":
+        """Name the arguments. Raises TypeError where the function itself would."""
+        if signature is None:
+            names = tuple(str(i) for i in range(len(args)))
+            return cls({**dict(zip(names, args)), **kwargs}, names, None, None)
+        values = dict(signature.bind(*args, **kwargs).arguments)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        variadic = next((n for n in values if kinds[n] is inspect.Parameter.VAR_POSITIONAL), None)
+        splat = next((n for n in values if kinds[n] is inspect.Parameter.VAR_KEYWORD), None)
+        before = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # With *args in use everything before it must stay positional; otherwise keywords keep the names readable.
+        positional = tuple(n for n in values if kinds[n] in (before if variadic else before[:1]))
+        return cls(values, positional, variadic, splat)
+
+    @property
+    def args(self) -> tuple:
+        return tuple(self.values[n] for n in self.positional) + tuple(self.values[self.variadic] if self.variadic else ())
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        skip = {*self.positional, self.variadic, self.splat}
+        named = {name: value for name, value in self.values.items() if name not in skip}
+        return {**named, **(self.values[self.splat] if self.splat else {})}
+
+    def run(self, function: Callable) -> Any:
+        return function(*self.args, **self.kwargs)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Call":
+        return dataclasses.replace(self, values=values)
+
+    def has(self, path: str) -> bool:
+        """Whether the path leads to a value other than None in this call."""
+        try:
+            return self.get(path) is not None
+        except KeyError:
+            return False
+
+    def get(self, path: str) -> Any:
+        """The value at a path; raises KeyError when there is none."""
+        return get_path(self.flat(), path)
+
+    def replace(self, changes: Mapping[str, Any]) -> "Call":
+        """A call with the values at these paths replaced; the containers on the way are copied, never changed."""
+        values = dict(self.values)
+        for path, value in changes.items():
+            if self.splat and path.split(".")[0] in values[self.splat]:
+                values[self.splat] = set_path(values[self.splat], path, value)
+            else:
+                values = set_path(values, path, value)
+        return self.with_values(values)
+
+    def flat(self) -> dict[str, Any]:
+        """Arguments by name, with ``**kwargs`` spread out: what paths, checks and metadata makers go by."""
+        named = {name: value for name, value in self.values.items() if name != self.splat}
+        return {**named, **(self.values[self.splat] if self.splat else {})}
+
+
+def get_path(tree: Any, path: str) -> Any:
+    """Value at a dotted path in nested containers; raises KeyError naming the part that is missing."""
+    for part in path.split(".") if path else ():
+        try:
+            if isinstance(tree, Mapping):
+                tree = tree[part] if part in tree else tree[int(part)]
+            elif isinstance(tree, (tuple, list)) and part.isdigit():
+                tree = tree[int(part)]
+            else:
+                tree = getattr(tree, part)
+        except (KeyError, IndexError, AttributeError, ValueError):
+            raise KeyError(f"{path!r} (there is no {part!r})") from None
+    return tree
+
+
+def set_path(tree: Any, path: str, value: Any) -> Any:
+    """A copy of ``tree`` with ``value`` at the path; only the containers on the way are copied."""
+    if not path:
+        return value
+    part, _, rest = path.partition(".")
+    inner = set_path(get_path(tree, part), rest, value)
+    if isinstance(tree, Mapping):
+        new = copy.copy(tree)
+        new[part if part in tree else int(part)] = inner
+        return new
+    if isinstance(tree, (tuple, list)) and part.isdigit():
+        items = list(tree)
+        items[int(part)] = inner
+        return _like(tree, items)
+    if hasattr(tree, "_replace"):
+        return tree._replace(**{part: inner})
+    new = copy.copy(tree)
+    object.__setattr__(new, part, inner)  # also where the dataclass is frozen
+    return new
+
+
+def _like(container: tuple | list, items: list) -> tuple | list:
+    return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)
+
+
+def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested containers with its path, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+        return
+    for part, inner in _children(tree):
+        yield from tensors(inner, f"{path}.{part}" if path else part)
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of nested containers with each tensor replaced. The containers are always new; what is no container is not."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, (tuple, list)):
+        return _like(tree, [map_tensors(inner, change) for inner in tree])
+    if isinstance(tree, Mapping):
+        new = copy.copy(tree)
+        for key in tree:
+            new[key] = map_tensors(tree[key], change)
+        return new
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        new = copy.copy(tree)
+        for name, inner in _children(tree):
+            object.__setattr__(new, name, map_tensors(inner, change))
+        return new
+    return tree
+
+
+def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        yield from ((str(key), inner) for key, inner in tree.items())
+    elif isinstance(tree, (tuple, list)):
+        yield from ((str(i), inner) for i, inner in enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        # Fields may be unset on a half-built object: what is not there cannot carry a tensor.
+        yield from ((f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name))
+
+
+def check_names(what: str, paths: Mapping[str, Any], signature: inspect.Signature | None, site: str) -> None:
+    """Raise BadInput when a path's first part is no argument of the function."""
+    if signature is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+        return
+    for path in paths:
+        if path.split(".")[0] not in signature.parameters:
+            names = ", ".join(signature.parameters)
+            raise BadInput(f"{what} names {path!r}, but {site} has no such argument: it takes {names}.")

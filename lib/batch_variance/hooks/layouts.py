@@ -1,0 +1,148 @@
+"""How an argument or an output carries the batch: which part of it is row i, and how a new batch is put together.
+
+A *row* is one request of the step. It may be one index of a dimension (``Rows``), a range of a flattened token dimension
+(``Flat``), or a step of prefix sums (``Prefix``). Taking rows keeps the strides and the alignment of the original, so that a
+kernel that looks at them sees in a replay what it saw in the real call.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, Sequence
+
+import torch
+
+ALIGNMENT = 256  # bytes; CUDA's allocator gives 512, torch's CPU allocator 64
+
+
+class CannotSlice(Exception):
+    """An argument or output cannot be cut into rows; the message says which one and why."""
+
+
+class Layout(Protocol):
+    """What a layout answers. ``offsets`` maps the name of each prefix-sum argument to its B + 1 values."""
+
+    def count(self, value: Any, offsets: dict[str, list[int]]) -> int: ...
+    def take(self, value: Any, index: Sequence[int], offsets: dict[str, list[int]]) -> Any: ...
+    def parts(self, value: Any, index: Sequence[int], offsets: dict[str, list[int]]) -> list[torch.Tensor]: ...
+
+
+def as_layout(spec: Any) -> Layout:
+    """A dimension number means ``Rows(dim)``; a layout is itself."""
+    return Rows(spec) if isinstance(spec, int) and not isinstance(spec, bool) else spec
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row i is index i of dimension ``dim``; on a list or tuple, its i-th item."""
+
+    dim: int = 0
+
+    def count(self, value: Any, offsets: dict) -> int:
+        if isinstance(value, (list, tuple)):
+            return len(value)
+        if not isinstance(value, torch.Tensor):
+            raise CannotSlice(f"is a {type(value).__name__}, which has no rows: build it afresh (fresh=) or leave it whole")
+        if not -value.dim() <= self.dim < value.dim():
+            raise CannotSlice(f"has shape {tuple(value.shape)} and so no dimension {self.dim}")
+        return value.shape[self.dim]
+
+    def take(self, value: Any, index: Sequence[int], offsets: dict) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(value[i] for i in index)
+        return take_along(value, self.dim % value.dim(), index)
+
+    def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:
+        return [value.select(self.dim, i) for i in index]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Rows follow one another along ``dim``; row i is the range that the prefix sums in argument ``by`` give it."""
+
+    by: str
+    dim: int = 0
+
+    def count(self, value: Any, offsets: dict) -> int:
+        if not isinstance(value, torch.Tensor):
+            raise CannotSlice(f"is a {type(value).__name__}, not a tensor of flattened rows")
+        if self.by not in offsets:
+            raise CannotSlice(f"is cut by {self.by!r}, which batch_args does not name as Prefix()")
+        ends = offsets[self.by]
+        if value.shape[self.dim] < ends[-1]:
+            raise CannotSlice(f"has {value.shape[self.dim]} tokens where {self.by!r} ends at {ends[-1]}")
+        return len(ends) - 1
+
+    def take(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> torch.Tensor:
+        ends = offsets[self.by]
+        return take_along(value, self.dim % value.dim(), [t for i in index for t in range(ends[i], ends[i + 1])])
+
+    def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:
+        ends = offsets[self.by]
+        return [value.narrow(self.dim, ends[i], ends[i + 1] - ends[i]) for i in index]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Prefix sums of the rows' lengths, B + 1 of them (``cu_seqlens``, ``indptr``)."""
+
+    def count(self, value: Any, offsets: dict) -> int:
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.numel() < 1:
+            raise CannotSlice("is no 1-D tensor of prefix sums")
+        return value.numel() - 1
+
+    def take(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> torch.Tensor:
+        ends = value.tolist()
+        return torch.tensor(taken_offsets(ends, index), dtype=value.dtype, device=value.device)
+
+    def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:
+        return [value[i + 1] - value[i] for i in index]
+
+
+def taken_offsets(ends: Sequence[int], index: Sequence[int]) -> list[int]:
+    """Prefix sums of the batch that holds these rows, from the first batch's."""
+    new = [ends[0]]
+    for i in index:
+        new.append(new[-1] + ends[i + 1] - ends[i])
+    return new
+
+
+def take_along(value: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
+    """``value.index_select(dim, index)`` in fresh, aligned memory with the original's order and gaps of strides."""
+    wanted = len(index)
+    where = torch.as_tensor(index, dtype=torch.int64, device=value.device)
+    new = fresh_like(value, dim, wanted)
+    if new.numel() == 0:
+        return new
+    # Dimensions expanded with stride 0 hold one copy: write that one.
+    target, source = new, value.detach()
+    for d in range(value.dim()):
+        if value.stride(d) == 0 and value.shape[d] > 1:
+            source = source.narrow(d, 0, 1)
+            target = target.narrow(d, 0, 1)
+    if value.stride(dim) == 0 and value.shape[dim] > 1:
+        target.copy_(source)
+    else:
+        target.copy_(source.index_select(dim, where))
+    return new
+
+
+def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension scale."""
+    shape = list(value.shape)
+    old, step = shape[dim], value.stride(dim)
+    shape[dim] = size
+    strides = list(value.stride())
+    for d in range(value.dim()):
+        outer = d != dim and strides[d] and step and strides[d] >= step * max(old, 1) and value.shape[d] > 1
+        if outer:
+            # Keep a gap between outer slices (a view into a wider buffer) as a gap.
+            strides[d] = step * size + (strides[d] - step * old) if strides[d] % (step * old or 1) else strides[d] // (old or 1) * size
+    return strided(shape, strides, value.dtype, value.device)
+
+
+def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised tensor of these strides at an address that is a multiple of ``ALIGNMENT`` bytes."""
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
+    spare = ALIGNMENT // dtype.itemsize
+    flat = torch.empty(span + spare, dtype=dtype, device=device)
+    skip = (-flat.data_ptr() % ALIGNMENT) // dtype.itemsize
+    return flat.as_strided(tuple(shape), tuple(strides), skip)
