@@ -107,7 +107,8 @@ def plan_by_rule(
 
     The pieces of all rows stand in one line, each costing its blocks, plus ``overhead_blocks`` where a program has to
     start it afresh; the line is cut into ``num_programs`` stretches of near-equal cost. That balance looks at the whole
-    batch, as it may: it decides where pieces run, never how a row is cut. Raises BadInput as ``flashmla_schedule`` does.
+    batch, as it may: it decides where pieces run, never how a row is cut. Raises BadInput as
+    ``flashmla_schedule`` does.
     """
     rule = own_length_rule(rule) if isinstance(rule, str) else rule
     tokens = whole_numbers(lengths, "lengths")
@@ -115,15 +116,14 @@ def plan_by_rule(
     size = at_least(block_size, 1, "block_size")
     overhead = at_least(overhead_blocks, 0, "overhead_blocks")
     blocks = block_counts(tokens, size)
-    counts = [rule.pieces(n) for n in blocks]
+    counts = np.asarray([rule.pieces(n) for n in blocks])
     row_of = np.repeat(np.arange(len(tokens)), counts)
-    edges = [rule.bounds(n) for n in blocks]
-    begin = np.concatenate([e[:-1] for e in edges])
-    end = np.concatenate([e[1:] for e in edges])
+    index = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
+    begin, end = (rule.edge(i, np.asarray(blocks)[row_of], counts[row_of]) for i in (index, index + 1))
     fresh = np.ones(len(row_of)) if not rule.folds else np.diff(row_of, prepend=-1) > 0
     cost = end - begin + overhead * fresh
     middle = np.cumsum(cost) - cost / 2
-    program = np.minimum((middle * programs / cost.sum()).astype(int), programs - 1) if cost.sum() else np.zeros(len(cost), int)
+    program = np.minimum((middle * programs / max(cost.sum(), 1)).astype(int), programs - 1)
 
     joined = np.ones(len(row_of), bool)
     if rule.folds:
@@ -163,5 +163,5 @@ def one_program_a_row(plan: Plan) -> Plan:
 
 
 def _plan(rule, lengths, size, chunk, segments, starts, slots, pieces) -> Plan:
-    as_int = lambda values: np.ascontiguousarray(values, dtype=np.int32)  # noqa: E731
-    return Plan(rule, as_int(lengths), size, chunk, as_int(segments).reshape(-1, 4), as_int(starts), as_int(slots), as_int(pieces))
+    rows, work, starts, slots, pieces = (np.asarray(v, dtype=np.int32) for v in (lengths, segments, starts, slots, pieces))
+    return Plan(rule, rows, size, chunk, np.ascontiguousarray(work.reshape(-1, 4)), starts, slots, pieces)

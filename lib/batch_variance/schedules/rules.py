@@ -7,13 +7,15 @@ batchmates are. Where the pieces run is not decided here.
 import re
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..common import BadInput
 
 KINDS = {
     "never-split": "one piece a row",
     "fixed-count-N": "N pieces of near-equal length (fewer where the row has fewer blocks)",
     "fixed-chunk-N": "pieces of N blocks, each handed to the combine step",
-    "free-N": "pieces of N blocks folded left to right: in place where one program does neighbours, else in the combine step",
+    "free-N": "pieces of N blocks folded left to right, in place where one program does a row's start",
     "by-length-A-B-...": "one piece up to A blocks, two up to B, and so on, doubling at each threshold",
 }
 
@@ -44,16 +46,18 @@ class Rule:
         wanted = self.values[0] if self.kind == "fixed-count" else 2 ** sum(blocks > limit for limit in self.values)
         return max(min(wanted, blocks), 1)
 
+    def edge(self, index, blocks, count):
+        """Block index at which piece ``index`` of ``count`` begins (or, at ``index + 1``, ends); integers or arrays."""
+        return np.minimum(index * self.chunk_blocks, blocks) if self.chunk_blocks else index * blocks // count
+
     def bounds(self, blocks: int) -> list[int]:
-        """Block indices at which the row's pieces begin, and its end: ``pieces + 1`` rising numbers from 0 to ``blocks``."""
+        """Block indices at which the row's pieces begin, and its end: rising numbers from 0 to ``blocks``."""
         count = self.pieces(blocks)
-        if self.chunk_blocks:
-            return [min(i * self.chunk_blocks, blocks) for i in range(count + 1)]
-        return [i * blocks // count for i in range(count + 1)]
+        return [int(self.edge(index, blocks, count)) for index in range(count + 1)]
 
 
 def own_length_rule(name: str) -> Rule:
-    """The rule of that name, such as ``never-split``, ``fixed-count-4``, ``fixed-chunk-8``, ``free-4`` or ``by-length-4-16``.
+    """The rule of that name, such as ``never-split``, ``fixed-count-4``, ``fixed-chunk-8``, ``free-4``, ``by-length-4-16``.
 
     Numbers are pieces (fixed-count) or blocks (the others). Raises BadInput for an unknown name, a zero, or
     by-length thresholds that do not rise.

@@ -1,0 +1,140 @@
+"""Running the Triton decode kernels: a plan's arrays on the device, the buffer for partials, and the two launches."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...common import BadInput
+from ...schedules import Plan
+from .inputs import DecodeInputs
+from .reference import LOG2E, check_fold
+
+KERNEL_FOLDS = ("left", "pairwise", "compensated")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers of one decode call. accumulators: ``[slots, heads, d_v]`` float32; states: ``[slots, heads, 2]`` (m, l) float32."""
+
+    accumulators: torch.Tensor
+    states: torch.Tensor
+
+    @classmethod
+    def for_slots(cls, slots: int, heads: int, d_v: int, device) -> "Workspace":
+        slots = max(slots, 1)
+        return cls(torch.empty(slots, heads, d_v, dtype=torch.float32, device=device),
+                   torch.empty(slots, heads, 2, dtype=torch.float32, device=device))
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A plan whose arrays lie on the inputs' device, so that a captured launch needs nothing from the host."""
+
+    plan: Plan
+    segments: torch.Tensor
+    program_starts: torch.Tensor
+    slot_starts: torch.Tensor
+
+    @classmethod
+    def upload(cls, plan: Plan, device) -> "DevicePlan":
+        arrays = (plan.segments, plan.program_starts, plan.slot_starts)
+        return cls(plan, *(torch.from_numpy(a).to(device) for a in arrays))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch shape. heads: query heads a program holds at once (16 at least, a power of two). It changes speed; whether it
+    changes bits is for a test to say."""
+
+    heads: int
+    warps: int
+    stages: int
+
+
+def default_tile(inputs: DecodeInputs) -> Tile:
+    """Tile by shape: a latent cache's wide accumulators need many warps, grouped queries few."""
+    if inputs.latent and inputs.d_v >= 256:
+        return Tile(heads=32, warps=8, stages=2)
+    return Tile(heads=16, warps=4, stages=3)
+
+
+def programs_for(inputs: DecodeInputs, sms: int, tile: Tile | None = None, per_sm: int | None = None) -> int:
+    """Programs to plan for, so that programs times head tiles fill ``sms`` multiprocessors ``per_sm`` times."""
+    tile = tile or default_tile(inputs)
+    group = inputs.heads // inputs.kv_heads
+    columns = inputs.kv_heads * -(-group // tile.heads)
+    per_sm = per_sm or (1 if inputs.latent and inputs.d_v >= 256 else 2)
+    return max(sms * per_sm // columns, 1)
+
+
+def launch(
+    inputs: DecodeInputs,
+    plan: Plan | DevicePlan,
+    fold: str = "left",
+    workspace: Workspace | None = None,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode along a plan with the Triton kernels. Returns out ``[batch, heads, d_v]`` and LSE ``[batch, heads]`` float32.
+
+    Accumulates in float32, out has q's dtype. fold: ``left``, ``pairwise`` or ``compensated``. The plan must have been made
+    for the inputs' lengths. Raises BadInput for a plan of another batch size, a buffer with fewer slots than the plan
+    has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not allow.
+    """
+    from . import triton as kernels
+
+    plan = plan if isinstance(plan, DevicePlan) else DevicePlan.upload(plan, inputs.q.device)
+    tile = tile or default_tile(inputs)
+    main = inputs.d_v if inputs.latent else inputs.q.shape[2]
+    tail = inputs.q.shape[2] - main
+    _check(inputs, plan.plan, fold, workspace, out, (main, tail, inputs.d_v), tile)
+    if workspace is None:
+        workspace = Workspace.for_slots(plan.plan.num_slots, inputs.heads, inputs.d_v, inputs.q.device)
+    if out is None:
+        out = torch.empty(inputs.batch, inputs.heads, inputs.d_v, dtype=inputs.q.dtype, device=inputs.q.device)
+    lse = torch.empty(inputs.batch, inputs.heads, dtype=torch.float32, device=inputs.q.device)
+    first, second = inputs.caches[0], inputs.caches[-1]
+    group = inputs.heads // inputs.kv_heads
+    sink = None if inputs.sink is None else inputs.sink * LOG2E
+
+    def pointers(cache):
+        return cache.keys, cache.keys if cache.values is None else cache.values, cache.table, cache.lengths
+
+    grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
+    kernels.decode_kernel[grid](
+        inputs.q, *pointers(first), *pointers(second), lse if sink is None else sink,
+        plan.segments, plan.program_starts, out, lse, workspace.accumulators, workspace.states,
+        inputs.scale * LOG2E, first.table.stride(0), second.table.stride(0), first.places, second.places,
+        HEADS=inputs.heads, KV_HEADS=inputs.kv_heads, GROUP=group, PAGE=first.keys.shape[1], PAGE2=second.keys.shape[1],
+        D_QK=inputs.q.shape[2], D_V=inputs.d_v, D_MAIN=main, TAIL=tail,
+        BLOCK=plan.plan.block_size, BLOCK_H=tile.heads, CHUNK=plan.plan.chunk_blocks,
+        LATENT=inputs.latent, SPARSE=inputs.sparse, SECOND=len(inputs.caches) == 2, HAS_SINK=sink is not None,
+        UPCAST=inputs.q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+    )
+    if plan.plan.num_slots:
+        kernels.combine_kernel[(inputs.batch, inputs.heads)](
+            plan.slot_starts, workspace.accumulators, workspace.states, lse if sink is None else sink, out, lse,
+            HEADS=inputs.heads, D_V=inputs.d_v, HAS_SINK=sink is not None, FOLD=fold, AHEAD=4, num_warps=4 if inputs.d_v >= 256 else 1,
+        )
+    return out, lse
+
+
+def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) -> None:
+    check_fold(fold, KERNEL_FOLDS, plan)
+    if plan.batch != inputs.batch:
+        raise BadInput(f"the plan is for {plan.batch} rows, the inputs have {inputs.batch}: plan this batch.")
+    main, tail, d_v = widths
+    for name, width in (("d_qk", main), ("d_qk - d_v", tail), ("d_v", d_v), ("block_size", plan.block_size), ("tile.heads", tile.heads)):
+        if width and (width < 16 or width & (width - 1)):
+            raise BadInput(f"{name} is {width}: the kernels take powers of two from 16.")
+    if workspace is not None:
+        slots = min(workspace.accumulators.shape[0], workspace.states.shape[0])
+        if slots < plan.num_slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:
+            raise BadInput(f"the split buffer has shape {list(workspace.accumulators.shape)}: this plan needs "
+                           f"[{plan.num_slots}, {inputs.heads}, {d_v}].")
+    if out is not None and (list(out.shape) != [inputs.batch, inputs.heads, d_v] or out.dtype != inputs.q.dtype or not out.is_contiguous()):
+        raise BadInput(f"out has shape {list(out.shape)} and dtype {out.dtype}: give a contiguous "
+                       f"[{inputs.batch}, {inputs.heads}, {d_v}] of {inputs.q.dtype}.")
+    tensors = [inputs.q] + [t for c in inputs.caches for t in (c.keys, c.values, c.table, c.lengths) if t is not None]
+    if not all(t.is_contiguous() for t in tensors):
+        raise BadInput("q, keys, values, tables and lengths must be contiguous for the kernels: call .contiguous() first.")
