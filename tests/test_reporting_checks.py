@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import sys
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -46,7 +45,8 @@ def test_scalars_become_plain_json_and_nan_becomes_null():
 
     made = judge(
         **BASE | {"holds": np.bool_(True), "value": torch.tensor(2.5), "expected": np.float64("nan"), "n": np.int64(7)},
-        negative_control=np.bool_(True), positive_control=torch.tensor(True), occurred=True, interval=(np.float32(0), 1),
+        negative_control=np.bool_(True), positive_control=torch.tensor(True), occurred=True,
+        interval=(np.float32(0), 1),
     )  # fmt: skip
     plain = json.loads(json.dumps(made.model_dump(), allow_nan=False))
     assert (plain["value"], plain["expected"], plain["n"], plain["interval"]) == (2.5, None, 7, [0.0, 1.0])
@@ -167,12 +167,24 @@ def test_a_figure_without_what_it_needs_is_refused(shown, name, alt, tier, n):
 
 
 def test_a_table_is_escaped_aligned_and_counted(shown):
-    frame = pd.DataFrame({"policy": ["<default>", None], "rows differ": [1234567, 2], "rate": [0.123456, float("nan")], "same": [True, False]})
+    frame = pd.DataFrame(
+        {
+            "policy": ["<default>", None],
+            "rows differ": [1234567, 2],
+            "rate": [0.123456, float("nan")],
+            "same": [True, False],
+        }
+    )
     table(frame, "Rows by policy", "recorded-gpu", 2)
     (data, kw), = shown  # fmt: skip
     text = data["text/html"]
     assert "&lt;default&gt;" in text and "1,234,567" in text and "0.1235" in text and "–" in text and "yes" in text
-    assert text.count('<th scope="col"') == 4 and "<figcaption><strong>Rows by policy" in text and "Rows by policy" in text and "recorded-gpu · n = 2" in text
+    assert (
+        text.count('<th scope="col"') == 4
+        and "<figcaption><strong>Rows by policy" in text
+        and "Rows by policy" in text
+        and "recorded-gpu · n = 2" in text
+    )
     assert kw["metadata"]["batch_variance"]["tier"] == "recorded-gpu"
     with pytest.raises(BadInput):
         table(frame, "", "recorded-gpu", 2)
@@ -181,11 +193,3 @@ def test_a_table_is_escaped_aligned_and_counted(shown):
 def test_a_named_index_is_kept(shown):
     table(pd.DataFrame({"x": [1.0]}, index=pd.Index(["solo"], name="axis")), "By axis", "emulated", 1)
     assert "axis" in shown[0][0]["text/html"] and "solo" in shown[0][0]["text/html"]
-
-
-def test_a_kernel_does_not_load_the_runner():
-    import subprocess
-
-    code = "import sys, batch_variance.reporting; print('papermill' in sys.modules, 'nbconvert' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "False"], done.stderr

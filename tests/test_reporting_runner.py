@@ -58,7 +58,11 @@ def statuses(out):
 
 
 def test_parameters_are_read_with_annotations_and_without(folder):
-    path = write_notebook(folder, "01_a", parameters="rows: int | None = None  # rows\nsizes = [1, -2]\nword = 'x'  # y\nrate: float = 0.5")
+    path = write_notebook(
+        folder,
+        "01_a",
+        parameters="rows: int | None = None  # rows\nsizes = [1, -2]\nword = 'x'  # y\nrate: float = 0.5",
+    )
     assert read_defaults(path) == {"rows": None, "sizes": [1, -2], "word": "x", "rate": 0.5}
     assert read_defaults(write_notebook(folder, "02_b", "x = 1")) == {}
 
@@ -93,7 +97,8 @@ def test_notebooks_are_chosen_by_number(folder):
     "text, key, value",
     [
         ("rows=16", "rows", 16), ("1.rows=16", "01.rows", 16), ("word=plain text", "word", "plain text"),
-        ("sizes=[1, 2]", "sizes", [1, 2]), ("word='16'", "word", "16"), ("x=None", "x", None), ("x=a=b", "x", "a=b"), ("x=", "x", ""),
+        ("sizes=[1, 2]", "sizes", [1, 2]), ("word='16'", "word", "16"), ("x=None", "x", None),
+        ("x=a=b", "x", "a=b"), ("x=", "x", ""),
     ],
 )  # fmt: skip
 def test_overrides_are_literals_or_bare_strings(text, key, value):
@@ -109,7 +114,9 @@ def test_an_override_of_another_form_is_refused(text):
 def test_stronger_values_win(folder):
     write_notebook(folder, "01_a", parameters="rows = 1\nruns = 1\ndevice = 'auto'")
     write_notebook(folder, "02_b", parameters="rows = 1")
-    (folder / "parameters.yaml").write_text("01_a:\n  time_limit_seconds: {quick: 7, full: 70}\n  quick: {rows: 2, runs: 2}\n")
+    (folder / "parameters.yaml").write_text(
+        "01_a:\n  time_limit_seconds: {quick: 7, full: 70}\n  quick: {rows: 2, runs: 2}\n"
+    )
 
     def values(quick, **overrides):
         return [plan.values for plan in make_plans(folder, None, quick, "cpu", overrides)]
@@ -236,7 +243,9 @@ def test_the_notebooks_own_folder_is_refused(folder):
 
 
 def test_one_failure_and_one_time_limit_keep_the_others(folder, tmp_path, capfd):
-    write_notebook(folder, "01_good", "import sys; print(rows, sys.executable)", shown(), parameters="rows: int | None = 1")
+    write_notebook(
+        folder, "01_good", "import sys; print(rows, sys.executable)", shown(), parameters="rows: int | None = 1"
+    )
     write_notebook(folder, "02_fails", "print('before')", "def f(x): return 1 / x", "f(0)", "print('after')")
     write_notebook(folder, "03_slow", "import time; time.sleep(60)")
     write_notebook(folder, "04_dies", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -244,12 +253,24 @@ def test_one_failure_and_one_time_limit_keep_the_others(folder, tmp_path, capfd)
     (folder / "parameters.yaml").write_text("03_slow:\n  time_limit_seconds: {full: 3}\n")
     out = tmp_path / "out"
     assert run_report(out=out, notebooks_folder=folder, overrides={"rows": 7}) == 1
-    assert statuses(out) == {"01_good": "ok", "02_fails": "failed", "03_slow": "timeout", "04_dies": "failed", "05_twice": "failed"}
+    assert statuses(out) == {
+        "01_good": "ok",
+        "02_fails": "failed",
+        "03_slow": "timeout",
+        "04_dies": "failed",
+        "05_twice": "failed",
+    }
 
     good = nbformat.read(out / "01_good.ipynb", as_version=4)
     assert any(f"7 {sys.executable}" in str(cell.get("outputs")) for cell in good.cells)
     failed = (out / "02_fails.html").read_text()
-    for words in ("before", "ZeroDivisionError: division by zero", "def f(x): return 1 / x", 'href="#stopped-here"', 'id="stopped-here"'):
+    for words in (
+        "before",
+        "ZeroDivisionError: division by zero",
+        "def f(x): return 1 / x",
+        'href="#stopped-here"',
+        'id="stopped-here"',
+    ):
         assert words in failed
     assert "papermill" not in failed.split('id="provenance"')[0]
     assert "stopped at its time limit of 3 s" in (out / "03_slow.html").read_text()
@@ -276,11 +297,23 @@ def test_the_summary_has_the_fixed_form_and_no_nan(folder, tmp_path):
     assert all(entry["seconds"] > 0 for entry in found["notebooks"])
     assert found["checks"] == [
         dict(
-            id="01.one", notebook="01_a", claim="One is one.", verdict="inconclusive", evidence_tier="cpu-native", value=None, expected=1,
-            n=1, interval=[0.0, 0.5], negative_control=True, positive_control=True, occurred=None,
+            id="01.one", notebook="01_a", claim="One is one.", verdict="inconclusive", evidence_tier="cpu-native",
+            value=None, expected=1, n=1, interval=[0.0, 0.5],
+            negative_control=True, positive_control=True, occurred=None,
         )
     ]  # fmt: skip
-    for key in ("commit", "date", "packages", "processor", "threads", "gpu", "quick", "device", "parameters", "seconds"):
+    for key in (
+        "commit",
+        "date",
+        "packages",
+        "processor",
+        "threads",
+        "gpu",
+        "quick",
+        "device",
+        "parameters",
+        "seconds",
+    ):
         assert key in found["provenance"]
 
 
@@ -353,17 +386,23 @@ def marked(monkeypatch):
     monkeypatch.setenv(*MARK.split("="))
 
 
-RUN = "import sys; from batch_variance.reporting.runner import run_report; sys.exit(run_report(out=sys.argv[1], notebooks_folder=sys.argv[2]))"
+RUN = """import sys
+from batch_variance.reporting.runner import run_report
+sys.exit(run_report(out=sys.argv[1], notebooks_folder=sys.argv[2]))"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_the_kernel_and_keeps_what_had_finished(folder, tmp_path, number):
     begun, out = tmp_path / "begun", tmp_path / "out"
     write_notebook(folder, "01_done", shown())
-    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    stubborn = (
+        "import signal, time\nfor number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
+    )
     write_notebook(folder, "02_running", f"{stubborn}\nopen({str(begun)!r}, 'w')\ntime.sleep(300)")
     write_notebook(folder, "03_waiting", "1")
-    process = subprocess.Popen([sys.executable, "-c", RUN, out, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, out, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 90
     while not begun.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
@@ -383,7 +422,9 @@ def test_an_interrupt_stops_the_kernel_and_keeps_what_had_finished(folder, tmp_p
 def test_a_users_own_kernelspec_is_not_used(folder, tmp_path, monkeypatch):
     spec = tmp_path / "jupyter" / "kernels" / "python3"
     spec.mkdir(parents=True)
-    (spec / "kernel.json").write_text(json.dumps({"argv": ["/bin/false"], "display_name": "broken", "language": "python"}))
+    (spec / "kernel.json").write_text(
+        json.dumps({"argv": ["/bin/false"], "display_name": "broken", "language": "python"})
+    )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     write_notebook(folder, "01_a", "1")
     assert run_report(out=tmp_path / "out", notebooks_folder=folder) == 0

@@ -64,7 +64,9 @@ def main():
 @click.command()
 @click.option("--quick", is_flag=True, help="Smaller parameters, same code: minutes instead of tens of minutes.")
 @click.option("--only", metavar="NN,NN", help="Numbers of the notebooks to run, such as 01,03.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where the notebooks compute.")
+@click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where the notebooks compute."
+)
 @click.option("--out", default="report", show_default=True, metavar="DIR", help="Folder that the report is written to.")
 @click.option(
     "-p", "parameters", multiple=True, metavar="NAME=VALUE",
@@ -73,7 +75,8 @@ def main():
 def report(quick, only, device, out, parameters):
     """Run the notebooks and write the HTML report.
 
-    Exit status: 0; 1 if a notebook failed or a check's verdict is fail; 2 for input that cannot be used; 130 after Ctrl-C.
+    Exit status: 0; 1 if a notebook failed or a check's verdict is fail; 2 for input that cannot be used; 130 after
+    Ctrl-C.
     """
     from .reporting.parameters import parse_override
     from .reporting.runner import run_report

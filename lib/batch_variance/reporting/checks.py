@@ -71,11 +71,13 @@ class Check(BaseModel):
     def _html(self) -> str:
         # Styled inline: JupyterLab shows this without the report's style sheet, in a light or a dark theme.
         colour = _COLOURS[self.verdict]
+        box = f"border-left:4px solid {colour};padding:0.2em 0 0.2em 0.8em;margin:0.6em 0"
         return (
-            f'<div id="check-{self.id}" style="border-left:4px solid {colour};padding:0.2em 0 0.2em 0.8em;margin:0.6em 0">'
+            f'<div id="check-{self.id}" style="{box}">'
             f'<strong style="color:{colour}">{MARKS[self.verdict]} {self.verdict}</strong> '
             f"{html.escape(self.claim)}<br>"
-            f'<small style="opacity:0.8"><code>{self.id}</code> · {html.escape(self.facts)} · {self.controls}</small></div>'
+            f'<small style="opacity:0.8"><code>{self.id}</code> · {html.escape(self.facts)} · {self.controls}</small>'
+            "</div>"
         )
 
 
@@ -170,7 +172,19 @@ def judge(
     )
 
 
-def check(id, claim, holds, value, expected, n, tier, interval=None, negative_control=None, positive_control=None, occurred=None) -> None:
+def check(
+    id,
+    claim,
+    holds,
+    value,
+    expected,
+    n,
+    tier,
+    interval=None,
+    negative_control=None,
+    positive_control=None,
+    occurred=None,
+) -> None:
     """Judge a claim (see ``judge``) and show it in the cell's output, from where the runner collects it."""
     display(judge(id, claim, holds, value, expected, n, tier, interval, negative_control, positive_control, occurred))
 
@@ -191,7 +205,9 @@ def collect(notebook: nbformat.NotebookNode | Path | str, name: str | None = Non
                 continue
             one = Check.model_validate(dict(output.data[MIME]))
             if one.id in found:
-                raise BadInput(f"check id {one.id} occurs twice in notebook {name or one.notebook}: give each check its own id.")
+                raise BadInput(
+                    f"check id {one.id} occurs twice in notebook {name or one.notebook}: give each check its own id."
+                )
             if name and not name.startswith(one.notebook):
                 raise BadInput(f"check {one.id} is in notebook {name}: its id must begin with that notebook's number.")
             found[one.id] = one.model_copy(update={"notebook": name or one.notebook})
@@ -203,7 +219,9 @@ def _plain(where: str, what: str, value: Any) -> Plain:
         try:
             value = value.item()
         except (ValueError, RuntimeError):
-            raise BadInput(f"{where}: {what} is an array of several values: give one number or a short string.") from None
+            raise BadInput(
+                f"{where}: {what} is an array of several values: give one number or a short string."
+            ) from None
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (bool, int, float, str)):

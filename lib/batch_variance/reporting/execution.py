@@ -1,4 +1,7 @@
-"""Run one notebook with papermill in a kernel of this very interpreter, within a time limit, and leave no kernel behind."""
+"""One notebook's run: papermill, a kernel of this very interpreter, a time limit for the whole, no kernel left behind.
+
+It knows how a run can end; what becomes of the executed notebook, ``reporting.results`` knows.
+"""
 
 import logging
 import os
@@ -43,7 +46,9 @@ class ThisInterpreter(AsyncKernelManager):
     def kernel_spec(self) -> KernelSpec:
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         # Without this variable the debugger's start prints a warning about frozen modules for each kernel.
-        return KernelSpec(argv=argv, display_name="Python 3", language="python", env={"PYDEVD_DISABLE_FILE_VALIDATION": "1"})
+        return KernelSpec(
+            argv=argv, display_name="Python 3", language="python", env={"PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        )
 
 
 class Client(PapermillNotebookClient):
@@ -77,7 +82,9 @@ class Engine(NBClientEngine):
                 client.execute(stderr=complaints)  # the kernel's own; what cells write to stderr arrives as output
             except RuntimeError as error:
                 complaints.seek(0)
-                kept["complaint"] = f"{type(error).__name__}: {first_line(error)} {last_line(complaints.read())}".strip()
+                kept["complaint"] = (
+                    f"{type(error).__name__}: {first_line(error)} {last_line(complaints.read())}".strip()
+                )
                 raise
             finally:
                 _end(manager)
@@ -139,7 +146,7 @@ def _mark_last_cell(notebook: nbformat.NotebookNode | None, name: str, message: 
 
 
 def _end(manager: AsyncKernelManager) -> None:
-    """Kill the kernel's process group if it is still there: after an interrupt, nbclient's own clean-up may not have run."""
+    """Kill the kernel's process group if it is still there: an interrupt can keep nbclient from cleaning up."""
     process = getattr(manager.provisioner, "process", None)
     if process is None or process.poll() is not None:
         return

@@ -64,7 +64,10 @@ def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
         frame = frame.reset_index()
     foot = f"{tier} · {counted(n)}"
     display(
-        {"text/html": _table_html(frame, caption, foot), "text/plain": f"{caption} ({foot})\n{frame.to_string(index=False)}"},
+        {
+            "text/html": _table_html(frame, caption, foot),
+            "text/plain": f"{caption} ({foot})\n{frame.to_string(index=False)}",
+        },
         metadata={METADATA: {"table": caption, "tier": tier, "n": n}},
         raw=True,
     )
@@ -85,7 +88,9 @@ def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
     ]
     names = [" · ".join(str(part) for part in name) if isinstance(name, tuple) else str(name) for name in frame.columns]
     side = ["right" if right else "left" for right in numeric]
-    head = "".join(f'<th scope="col" style="text-align:{way}">{html.escape(name)}</th>' for way, name in zip(side, names))
+    head = "".join(
+        f'<th scope="col" style="text-align:{way}">{html.escape(name)}</th>' for way, name in zip(side, names)
+    )
     rows = "".join(
         "<tr>" + "".join(_td(_cell(value), way) for way, value in zip(side, row)) + "</tr>"
         for row in frame.itertuples(index=False, name=None)

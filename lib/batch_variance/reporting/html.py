@@ -64,8 +64,20 @@ class PageExporter(HTMLExporter):
 
     @property
     def default_config(self):
-        order = [MIME, WIDGET, "text/html", "text/markdown", "image/svg+xml", "image/png", "image/jpeg", "text/latex", "text/plain"]
-        config = Config({"NbConvertBase": {"display_data_priority": order}, "HighlightMagicsPreprocessor": {"enabled": True}})
+        order = [
+            MIME,
+            WIDGET,
+            "text/html",
+            "text/markdown",
+            "image/svg+xml",
+            "image/png",
+            "image/jpeg",
+            "text/latex",
+            "text/plain",
+        ]
+        config = Config(
+            {"NbConvertBase": {"display_data_priority": order}, "HighlightMagicsPreprocessor": {"enabled": True}}
+        )
         inherited = super().default_config.copy()
         inherited.merge(config)
         return inherited
@@ -135,7 +147,9 @@ def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
     """The page of one executed notebook."""
     exporter = PageExporter(entry.plan.path.parent)
     title, _ = headline(entry.notebook, entry)
-    if not any(cell.cell_type == "markdown" and re.match(r"#\s", cell.source.lstrip()) for cell in entry.notebook.cells[:3]):
+    if not any(
+        cell.cell_type == "markdown" and re.match(r"#\s", cell.source.lstrip()) for cell in entry.notebook.cells[:3]
+    ):
         exporter.levels.append(1)  # the template gives the page its own first heading
     plan = entry.plan
     resources = {
@@ -186,7 +200,13 @@ def headline(notebook: nbformat.NotebookNode, entry: Entry) -> tuple[str, Markup
     """A notebook's title (its first ``#`` heading, or else its name) and its first paragraph as HTML."""
     text = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
     found = re.search(r"^#\s+(.+)$", text, re.MULTILINE)
-    title = re.sub(r"[`*_]", "", found.group(1)).strip() if found else entry.name.split("_", 1)[-1].replace("_", " ").capitalize()
+    title = (
+        re.sub(r"[`*_]", "", found.group(1)).strip()
+        if found
+        else entry.name.split("_", 1)[-1].replace("_", " ").capitalize()
+    )
     rest = text[found.end() :] if found else ""
-    paragraph = next((part for part in re.split(r"\n\s*\n", rest) if part.strip() and not part.lstrip().startswith("#")), "")
+    paragraph = next(
+        (part for part in re.split(r"\n\s*\n", rest) if part.strip() and not part.lstrip().startswith("#")), ""
+    )
     return title, Markup(PageExporter(entry.plan.path.parent).render_markdown(paragraph))

@@ -58,7 +58,9 @@ def find_notebooks(folder: Path, only: str | None = None) -> list[Path]:
     wanted = [part.strip().zfill(2) for part in only.split(",") if part.strip()]
     unknown = [number for number in wanted if number not in numbers]
     if unknown or not wanted:
-        raise BadInput(f"no notebook has number {', '.join(unknown) or repr(only)}: give some of {','.join(sorted(numbers))}.")
+        raise BadInput(
+            f"no notebook has number {', '.join(unknown) or repr(only)}: give some of {','.join(sorted(numbers))}."
+        )
     return [path for path in found if path.name[:2] in wanted]
 
 
@@ -72,22 +74,34 @@ def read_defaults(path: Path) -> dict[str, Any]:
     except Exception as error:  # nbformat raises its own and json's errors, by version
         raise BadInput(f"{path.name} is not a notebook that can be read ({type(error).__name__}).") from None
     source = next(
-        (cell.source for cell in notebook.cells if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", [])), ""
+        (
+            cell.source
+            for cell in notebook.cells
+            if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", [])
+        ),
+        "",
     )
     found = {}
     try:
         lines = ast.parse(source).body
     except SyntaxError as error:
-        raise BadInput(f"{path.name}: line {error.lineno} of the parameters cell is not Python ({error.msg}).") from None
+        raise BadInput(
+            f"{path.name}: line {error.lineno} of the parameters cell is not Python ({error.msg})."
+        ) from None
     for line in lines:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
         try:
-            if not isinstance(line, (ast.Assign, ast.AnnAssign)) or len(targets) != 1 or not isinstance(targets[0], ast.Name):
+            if (
+                not isinstance(line, (ast.Assign, ast.AnnAssign))
+                or len(targets) != 1
+                or not isinstance(targets[0], ast.Name)
+            ):
                 raise ValueError
             found[targets[0].id] = ast.literal_eval(line.value)
         except (ValueError, TypeError):
             raise BadInput(
-                f"{path.name}: line {line.lineno} of the parameters cell is not `name = literal`: keep literals only, one a line."
+                f"{path.name}: line {line.lineno} of the parameters cell is not `name = literal`: "
+                "keep literals only, one a line."
             ) from None
     return found
 
@@ -110,8 +124,15 @@ def read_settings(folder: Path) -> dict[str, dict]:
         entry = entry if isinstance(entry, dict) else {"": entry}
         wrong = set(entry) - {"time_limit_seconds", "quick"}
         limits = entry.get("time_limit_seconds", {})
-        if wrong or not isinstance(entry.get("quick") or {}, dict) or not isinstance(limits, dict) or set(limits) - {"quick", "full"}:
-            raise BadInput(f"{SETTINGS}: {name} must hold time_limit_seconds: {{quick: s, full: s}} and quick: {{name: value}}.")
+        if (
+            wrong
+            or not isinstance(entry.get("quick") or {}, dict)
+            or not isinstance(limits, dict)
+            or set(limits) - {"quick", "full"}
+        ):
+            raise BadInput(
+                f"{SETTINGS}: {name} must hold time_limit_seconds: {{quick: s, full: s}} and quick: {{name: value}}."
+            )
         for limit in limits.values():
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit <= 0:
                 raise BadInput(f"{SETTINGS}: {name} has time limit {limit!r}: give seconds above 0.")
@@ -168,7 +189,8 @@ def _reject_unknown(plans: list[Plan], overrides: Mapping[str, Any]) -> None:
         number, dot, name = key.rpartition(".")
         asked = [plan for plan in plans if not dot or plan.number == number]
         if not asked:
-            raise BadInput(f"parameter {key}: notebook {number} is not among those that run ({', '.join(plan.number for plan in plans)}).")
+            running = ", ".join(plan.number for plan in plans)
+            raise BadInput(f"parameter {key}: notebook {number} is not among those that run ({running}).")
         if not any(name in plan.defaults for plan in asked):
             have = ", ".join(sorted(asked[0].defaults) if dot else everywhere) or "no parameters at all"
             whose = f"notebook {asked[0].name} has" if dot or len(plans) == 1 else "the chosen notebooks have"
@@ -199,4 +221,6 @@ def _jsonable(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
-        raise BadInput(f"parameter {name} = {value!r} cannot be passed on: give a number, string, bool, None, list or dict.") from None
+        raise BadInput(
+            f"parameter {name} = {value!r} cannot be passed on: give a number, string, bool, None, list or dict."
+        ) from None

@@ -65,7 +65,9 @@ def run_report(
                 report.interrupted()
             return INTERRUPT
         except OSError as error:  # a full disk, outside write_atomically
-            raise BadInput(f"the report stopped: {error.strerror or error} ({error.filename or 'no file named'}).") from error
+            raise BadInput(
+                f"the report stopped: {error.strerror or error} ({error.filename or 'no file named'})."
+            ) from error
     report.say_end()
     return FAILED if any(entry.failed for entry in entries) else 0
 
@@ -96,7 +98,7 @@ class Report:
         self._write_files(entry)
         self.current = None
         self.write()
-        tqdm.write(f"{place}  {entry.name}  {entry.status}  {entry.seconds:.1f} s{'  ' + entry.message if entry.message else ''}")
+        tqdm.write(f"{place}  {entry.name}  {entry.status}  {entry.seconds:.1f} s  {entry.message}".rstrip())
 
     def interrupted(self) -> None:
         if self.current is not None:
@@ -125,7 +127,9 @@ class Report:
         page = notebook_page(entry, self.provenance)  # rendered first: nothing is replaced by half
         write_text(self.out / f"{entry.name}.ipynb", nbformat.writes(entry.notebook) + "\n")
         for figure in entry.figures:
-            write_atomically(self.out / "figures" / figure["file"], lambda path, png=figure["png"]: path.write_bytes(png))
+            write_atomically(
+                self.out / "figures" / figure["file"], lambda path, png=figure["png"]: path.write_bytes(png)
+            )
         remove_stale_figures(self.out / "figures", entry)
         write_text(self.out / f"{entry.name}.html", page)
 
@@ -140,7 +144,10 @@ def _check_writable(out: Path, folder: Path) -> None:
                 probe.write(b"\0" * 4096)
                 probe.flush()
     except OSError as error:
-        raise BadInput(f"the report cannot be written to {out} ({error.strerror or error}): give --out a folder that you may write to.") from None
+        raise BadInput(
+            f"the report cannot be written to {out} ({error.strerror or error}): "
+            "give --out a folder that you may write to."
+        ) from None
 
 
 @contextmanager
