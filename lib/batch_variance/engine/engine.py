@@ -1,0 +1,158 @@
+"""Continuous batching: a step takes one token of every decoding request and fills up with prefill chunks.
+
+Everything is deterministic: time is counted in steps, and the only randomness is the arrival jitter of the client,
+drawn from its seed. So two runs differ only in which rows share a step.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from ..common import BadInput
+from .model import MatmulRecord, Model, StepRows
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """max_rows: tokens a step may carry, decode rows included; max_requests: requests running at once; page: tokens a
+    KV page; prefill_chunk: most prompt tokens one request adds to a step; ignore_eos: always generate the full length."""
+
+    max_rows: int = 128
+    max_requests: int = 64
+    page: int = 16
+    prefill_chunk: int = 64
+    max_length: int = 512
+    ignore_eos: bool = False
+
+
+@dataclass
+class Request:
+    """One prompt on its way to a text. margins[i]: top-1 minus top-2 logit where token i was chosen."""
+
+    number: int
+    prompt: int
+    tokens: list[int]
+    prompt_length: int
+    max_tokens: int
+    arrival: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    finished: int | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < len(self.tokens) - 1 or not self.output
+
+
+@dataclass(frozen=True)
+class Step:
+    """Trace of one step. rows: (request number, rows it had, "prefill" or "decode"); matmuls: one record an FFN."""
+
+    index: int
+    rows: tuple[tuple[int, int, str], ...]
+    matmuls: tuple[MatmulRecord, ...]
+
+    @property
+    def co_resident_rows(self) -> int:
+        return sum(count for _, count, _ in self.rows)
+
+
+class Engine:
+    """Runs requests to completion, a step at a time."""
+
+    def __init__(self, model: Model, config: EngineConfig = EngineConfig()):
+        if config.max_rows < 1 or config.max_requests < 1:
+            raise BadInput(f"max_rows {config.max_rows} and max_requests {config.max_requests} must both be at least 1.")
+        self.model, self.config = model, config
+        shape, weights = model.weights.shape, model.weights
+        pages_each = -(-config.max_length // config.page)
+        size = (shape.layers, config.max_requests * pages_each, config.page, shape.kv_heads, shape.head_dim)
+        self.k_pages = torch.zeros(size, dtype=weights.embedding.dtype, device=weights.embedding.device)
+        self.v_pages = torch.zeros_like(self.k_pages)
+        self._free = deque(range(size[1]))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.steps: list[Step] = []
+        self.now = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises BadInput when it cannot fit the cache."""
+        need = request.prompt_length + request.max_tokens
+        if need > self.config.max_length or not request.prompt_length or request.max_tokens < 1:
+            raise BadInput(f"a prompt of {request.prompt_length} tokens with {request.max_tokens} to generate does not fit: "
+                           f"both must be at least 1 and their sum at most {self.config.max_length}.")
+        self.waiting.append(request)
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that finished in it. With nothing to run, only time passes."""
+        while self.waiting and len(self.running) < self.config.max_requests:
+            self.running.append(self.waiting.popleft())
+        work = self._schedule()
+        finished = self._forward(work) if work else []
+        self.now += 1
+        return finished
+
+    def _schedule(self) -> list[tuple[Request, int]]:
+        """(request, tokens to compute): decoding requests first, then prefill chunks in order of arrival."""
+        decoding = [r for r in self.running if not r.prefilling]
+        work = [(r, 1) for r in decoding[: self.config.max_rows]]
+        room = self.config.max_rows - len(work)
+        for request in self.running:
+            if request.prefilling and room:
+                chunk = min(request.prompt_length - request.computed, self.config.prefill_chunk, room)
+                work.append((request, chunk))
+                room -= chunk
+        return work
+
+    def _forward(self, work: list[tuple[Request, int]]) -> list[Request]:
+        page, device = self.config.page, self.k_pages.device
+        tokens, positions, slots, tables, sampled, sampling = [], [], [], [], [], []
+        widest = max(-(-(r.computed + count) // page) for r, count in work)
+        for request, count in work:
+            stop = request.computed + count
+            while len(request.pages) * page < stop:
+                request.pages.append(self._free.popleft())
+            table = request.pages + [0] * (widest - len(request.pages))
+            for position in range(request.computed, stop):
+                tokens.append(request.tokens[position])
+                positions.append(position)
+                slots.append(request.pages[position // page] * page + position % page)
+                tables.append(table)
+            if stop == len(request.tokens):
+                sampled.append(len(tokens) - 1)
+                sampling.append(request)
+        as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
+        rows = StepRows(
+            tokens=as_tensor(tokens), positions=as_tensor(positions), slots=as_tensor(slots), tables=as_tensor(tables),
+            lengths=as_tensor(positions) + 1, sampled=as_tensor(sampled), decode_rows=sum(not r.prefilling for r, _ in work),
+        )
+        logits = self.model.forward(rows, self.k_pages, self.v_pages)
+        trace = tuple((r.number, count, "prefill" if r.prefilling else "decode") for r, count in work)
+        self.steps.append(Step(self.now, trace, tuple(rows.matmuls)))
+        for request, count in work:
+            request.computed += count
+        return self._sample(sampling, logits)
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:
+        """Greedy: the largest logit, the lowest token id among equals."""
+        if not requests:
+            return []
+        chosen = logits.argmax(dim=-1).tolist()
+        top = logits.topk(2, dim=-1).values.float()
+        finished = []
+        for request, token, margin in zip(requests, chosen, (top[:, 0] - top[:, 1]).tolist()):
+            request.tokens.append(token)
+            request.margins.append(margin)
+            ended = token in self.model.weights.shape.eos and not self.config.ignore_eos
+            if ended or len(request.output) == request.max_tokens:
+                request.finished = self.now
+                self.running.remove(request)
+                self._free.extend(request.pages)
+                finished.append(request)
+        return finished

@@ -1,0 +1,218 @@
+"""A Llama-style decoder over flattened rows: weights, and one forward pass with the kernels injected.
+
+A step's rows are all its tokens, of every request, in one [T, ...] tensor. The FFN is dense, or split into experts of
+which each row uses the top k; either may be quantized to NVFP4. Attention and embedding keep the model's own weights.
+"""
+
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels.nvfp4 import Policy
+from ..kernels.sets import KernelSet, PreparedNVFP4
+from ..numerics import quantize
+from .checkpoint import Architecture, architecture, read_weights
+
+Weight = torch.Tensor | PreparedNVFP4
+
+
+@dataclass
+class FFN:
+    """gate_up: [2 x neurons, hidden], gate first; down: [hidden, neurons]."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass
+class Experts:
+    """An FFN cut into experts. router: the whole, unquantized gate_up, its neurons in the order of their experts."""
+
+    ffns: list[FFN]
+    top_k: int
+    router: torch.Tensor
+
+
+@dataclass
+class Layer:
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor  # [(H + 2 KH) * D, hidden]
+    output: torch.Tensor
+    ffn_norm: torch.Tensor
+    ffn: FFN | Experts
+
+
+@dataclass
+class Weights:
+    """A model's tensors on one device, in one dtype."""
+
+    shape: Architecture
+    embedding: torch.Tensor
+    layers: list[Layer]
+    norm: torch.Tensor
+    head: torch.Tensor
+    label: str
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """How each layer's FFN neurons fall into experts. group: per layer int64 [neurons], each expert equally large."""
+
+    group: list[torch.Tensor]
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class MatmulRecord:
+    """One FFN in one step: rows it ran on, how many of them were decode rows, and the arithmetic chosen."""
+
+    layer: int
+    expert: int  # -1 for a dense FFN
+    rows: int
+    decode_rows: int
+    kernel: str
+
+
+@dataclass
+class StepRows:
+    """What a forward pass needs to know of its rows. Decode rows come first.
+
+    tokens, positions, slots: int64 [T], slots being flat places in the KV cache; tables: int64 [T, pages a row];
+    lengths: int64 [T], position + 1; sampled: int64, the rows whose logits are wanted.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    sampled: torch.Tensor
+    decode_rows: int
+    matmuls: list[MatmulRecord] = field(default_factory=list)
+
+
+def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool = False, split: ExpertSplit | None = None) -> Weights:
+    """Load a Hugging Face Llama folder.
+
+    nvfp4: quantize the FFN weights (gate and up as one matrix, per expert where split), each with its own tensor scale. Raises BadInput as
+    checkpoint does.
+    """
+    shape = architecture(folder)
+    raw = {name: tensor.to(device=device, dtype=dtype) for name, tensor in read_weights(folder).items()}
+
+    def prepare(weight: torch.Tensor) -> Weight:
+        return PreparedNVFP4(quantize(weight)) if nvfp4 else weight.contiguous()
+
+    def build(gate, up, down) -> FFN:
+        return FFN(prepare(torch.cat([gate, up])), prepare(down))
+
+    layers = []
+    for index in range(shape.layers):
+        part = {name.removeprefix(f"model.layers.{index}."): raw[name] for name in raw if name.startswith(f"model.layers.{index}.")}
+        gate, up, down = (part[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        if split is None:
+            ffn = build(gate, up, down)
+        else:
+            order = split.group[index].argsort(stable=True).to(device)
+            ffns = [build(gate[m], up[m], down[:, m]) for m in order.chunk(split.experts)]
+            ffn = Experts(ffns, split.top_k, torch.cat([gate[order], up[order]]))
+        layers.append(Layer(
+            attention_norm=part["input_layernorm.weight"],
+            qkv=torch.cat([part[f"self_attn.{name}_proj.weight"] for name in "qkv"]),
+            output=part["self_attn.o_proj.weight"],
+            ffn_norm=part["post_attention_layernorm.weight"],
+            ffn=ffn,
+        ))
+    embedding = raw["model.embed_tokens.weight"]
+    head = embedding if shape.tied_embedding else raw["lm_head.weight"]
+    label = ("NVFP4 FFN" if nvfp4 else str(dtype).removeprefix("torch.")) + (
+        f", derived: FFN split into {split.experts} experts, top {split.top_k}" if split else ", dense")
+    return Weights(shape, embedding, layers, raw["model.norm.weight"], head, label)
+
+
+class Model:
+    """Weights, kernels and a policy; `forward` runs one step's rows."""
+
+    def __init__(self, weights: Weights, kernels: KernelSet, policy: Policy):
+        self.weights, self.kernels, self.policy = weights, kernels, policy
+        shape = weights.shape
+        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        self._frequency = (shape.rope_theta**-half).float()
+        self._cos, self._sin = self._rotary_table(2048)
+
+    def _rotary_table(self, length: int):
+        # Made on the CPU in float32, as transformers does, so that every device rotates by the same numbers.
+        angle = torch.arange(length, dtype=torch.float32)[:, None] * self._frequency[None, :]
+        device, dtype = self.weights.embedding.device, self.weights.embedding.dtype
+        return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+    def forward(self, rows: StepRows, k_pages: torch.Tensor, v_pages: torch.Tensor,
+                observe: Callable[[int, torch.Tensor], None] | None = None) -> torch.Tensor:
+        """Logits [sampled, vocabulary] of one step; writes the rows' keys and values into their slots.
+
+        k_pages, v_pages: [layers, pages, page, KH, D]. observe(layer, hidden [T, hidden]) sees the residual stream after
+        each layer.
+        """
+        w, shape, kernels = self.weights, self.weights.shape, self.kernels
+        count = rows.tokens.shape[0]
+        if int(rows.positions.max()) >= self._cos.shape[0]:
+            self._cos, self._sin = self._rotary_table(2 * int(rows.positions.max()))
+        cos, sin = self._cos[rows.positions][:, None, :], self._sin[rows.positions][:, None, :]
+        x = w.embedding[rows.tokens]
+        for index, layer in enumerate(w.layers):
+            normed = kernels.rms_norm(x, layer.attention_norm, shape.rms_eps)
+            qkv = kernels.linear(normed, layer.qkv).view(count, -1, shape.head_dim)
+            q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            k_pages[index].flatten(0, 1)[rows.slots] = k
+            v_pages[index].flatten(0, 1)[rows.slots] = v
+            attended = kernels.attend(q, k_pages[index], v_pages[index], rows.tables, rows.lengths)
+            x = x + kernels.linear(attended.reshape(count, -1), layer.output)
+            normed = kernels.rms_norm(x, layer.ffn_norm, shape.rms_eps)
+            x = x + self._ffn(normed, layer.ffn, index, rows)
+            if observe:
+                observe(index, x)
+        return kernels.linear(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
+
+    def _ffn(self, x: torch.Tensor, ffn: FFN | Experts, layer: int, rows: StepRows) -> torch.Tensor:
+        if isinstance(ffn, FFN):
+            return self._run(x, ffn, layer, -1, rows, rows.decode_rows)
+        chosen = self._route(x, ffn)
+        order = chosen.t().nonzero().cpu()  # (expert, row), experts ascending
+        out = torch.zeros_like(x)
+        # Experts add in index order, so a row's sum has one order whatever its neighbours chose.
+        for expert, members in enumerate(order[:, 1].split(order[:, 0].bincount(minlength=len(ffn.ffns)).tolist())):
+            if len(members):
+                decode = int((members < rows.decode_rows).sum())
+                members = members.to(x.device)
+                out[members] += self._run(x[members], ffn.ffns[expert], layer, expert, rows, decode)
+        return out
+
+    def _route(self, x: torch.Tensor, ffn: Experts) -> torch.Tensor:
+        """bool [T, experts]: the top k experts of each row by the sum of |activation| over their neurons."""
+        grouped = _gated(self.kernels.linear(x, ffn.router)).abs().view(x.shape[0], len(ffn.ffns), -1).sum(-1)
+        return torch.zeros_like(grouped, dtype=torch.bool).scatter_(1, grouped.topk(ffn.top_k, dim=1).indices, True)
+
+    def _run(self, x: torch.Tensor, ffn: FFN, layer: int, expert: int, rows: StepRows, decode_rows: int) -> torch.Tensor:
+        if isinstance(ffn.down, torch.Tensor):
+            multiply, name = self.kernels.linear, "plain"
+        else:
+            arithmetic = self.policy.choose(x.shape[0])
+            multiply, name = (lambda a, weight: self.kernels.nvfp4(a, weight, arithmetic)), arithmetic.name
+        rows.matmuls.append(MatmulRecord(layer, expert, x.shape[0], decode_rows, name))
+        return multiply(_gated(multiply(x, ffn.gate_up)), ffn.down)
+
+
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up from [T, 2 x neurons]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [T, heads, D], the two halves of D being the pairs."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)

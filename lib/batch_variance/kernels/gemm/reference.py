@@ -1,0 +1,16 @@
+"""y = x W^T in plain torch: float64 to judge accuracy, and float32 on fixed tiles, whose rows are independent."""
+
+import torch
+import torch.nn.functional as F
+
+from ..tiles import by_tiles
+
+
+def matmul_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float64 [M, N] from x [M, K] and weight [N, K]."""
+    return x.double() @ weight.double().t()
+
+
+def tiled_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[M, N] in the operands' dtype, row-invariant on a CPU."""
+    return by_tiles(lambda tile: F.linear(tile, weight), x)

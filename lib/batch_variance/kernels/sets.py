@@ -1,0 +1,97 @@
+"""The kernels an engine runs on, as one object a tier: emulated on a CPU, the CPU's own, or Triton on CUDA.
+
+All but `native` are row-invariant in every operation, so that under them a batch can only act through the policy.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..numerics import NVFP4Tensor
+from .attention import reference as attention_reference
+from .gemm import reference as gemm_reference
+from .norm import reference as norm_reference
+from .nvfp4 import Arithmetic
+from .nvfp4 import reference as nvfp4_reference
+
+
+@dataclass
+class PreparedNVFP4:
+    """An NVFP4 weight, and its unpacked float32 forms where a kernel set keeps them."""
+
+    weight: NVFP4Tensor
+    unpacked: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def form(self, arithmetic: Arithmetic) -> torch.Tensor:
+        """``unpacked_weight`` for this arithmetic, made once."""
+        # With the scale applied after, code x block scale is exact in bfloat16 too: one form serves both dtypes.
+        key = "unscaled" if arithmetic.tensor_scale == "after" else arithmetic.weights
+        if key not in self.unpacked:
+            self.unpacked[key] = nvfp4_reference.unpacked_weight(self.weight, arithmetic)
+        return self.unpacked[key]
+
+
+class KernelSet(Protocol):
+    """What the engine calls. Shapes as in the operations' own modules."""
+
+    tier: str
+    device: torch.device
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
+    def nvfp4(self, x: torch.Tensor, weight: PreparedNVFP4, arithmetic: Arithmetic) -> torch.Tensor: ...
+    def attend(self, q, k_pages, v_pages, tables, lengths) -> torch.Tensor: ...
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class EmulatedKernels:
+    """GPU arithmetic modelled on the CPU: fixed tiles, float32 sums."""
+
+    tier = "emulated"
+    device = torch.device("cpu")
+
+    def linear(self, x, weight):
+        return gemm_reference.tiled_matmul(x, weight)
+
+    def nvfp4(self, x, weight, arithmetic):
+        return nvfp4_reference.emulated_matmul(x, weight.form(arithmetic), weight.weight.tensor_scale, arithmetic)
+
+    def attend(self, q, k_pages, v_pages, tables, lengths):
+        return attention_reference.attend_paged(q, k_pages, v_pages, tables, lengths)
+
+    def rms_norm(self, x, weight, eps):
+        return norm_reference.rms_norm(x, weight, eps)
+
+
+class NativeKernels(EmulatedKernels):
+    """The CPU's own matmul as torch calls it: a row's bits may depend on how many rows there are."""
+
+    tier = "cpu-native"
+
+    def linear(self, x, weight):
+        return F.linear(x, weight)
+
+
+class TritonKernels:
+    """Triton kernels on CUDA, each with one tile shape for any number of rows."""
+
+    tier = "live-gpu"
+    device = torch.device("cuda")
+
+    def __init__(self):
+        from .attention import triton as attention
+        from .gemm import triton as gemm
+        from .norm import triton as norm
+        from .nvfp4 import triton as nvfp4
+
+        self._nvfp4 = nvfp4.matmul
+        self.linear, self.attend, self.rms_norm = gemm.matmul, attention.attend_paged, norm.rms_norm
+
+    def nvfp4(self, x, weight, arithmetic):
+        return self._nvfp4(x, weight.weight, arithmetic)
+
+
+def kernel_set(device: torch.device) -> KernelSet:
+    """The row-invariant kernel set of a device."""
+    return TritonKernels() if device.type == "cuda" else EmulatedKernels()
