@@ -22,7 +22,8 @@ def stand_in(q, cache, indices, topk_length, sink, metadata, num_splits, extra_c
     if metadata is None:
         schedule = flashmla_schedule(lengths, inputs.parts(132))
     else:
-        parts = [Part(*row) for row in metadata.tolist()]
+        assert metadata.shape[1] == 8, "the kernel reads 32 bytes a part"
+        parts = [Part(*row[:7]) for row in metadata.tolist()]
         splits = num_splits.tolist()
         assert len(parts) == inputs.parts(132) and splits[-1] <= len(lengths) + len(parts)
         schedule = FlashMLASchedule(tuple(lengths), 64, 5, 0, splits, [p for p in parts if p.begin_req_idx < len(lengths)])
@@ -150,5 +151,5 @@ def test_plan_is_plain_integers():
     plan = batch_invariant_plan(small(2, topk=128), "never-split", 132)
     first, end, metadata, num_splits = plan.calls[0]
     assert (first, end, num_splits.tolist()) == (0, 2, [0, 1, 2])
-    assert metadata.dtype == torch.int32 and list(metadata.shape) == [132, 7]
-    assert json.dumps(metadata[0].tolist()) == "[0, 0, 0, 2, 0, 0, 0]"
+    assert metadata.dtype == torch.int32 and list(metadata.shape) == [132, 8]
+    assert json.dumps(metadata[0].tolist()) == "[0, 0, 0, 2, 0, 0, 0, 0]"

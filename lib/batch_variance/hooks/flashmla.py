@@ -192,7 +192,7 @@ def decode(op: Callable, inputs: FlashMLAInputs, metadata=None, num_splits=None,
     """One call of FlashMLA. Without metadata it plans for itself.
 
     Returns out ``[batch, s_q, heads, 512]`` bf16, LSE ``[batch, heads, s_q]`` float32 (plus infinity for an empty row), and the
-    schedule it used: metadata ``[parts, 7 or 8]`` and num_splits ``[batch + 1]``, int32.
+    schedule it used: metadata ``[parts, 8]`` (``schedules.Part``'s fields and padding) and num_splits ``[batch + 1]``, int32.
     """
     scale = inputs.q.shape[3] ** -0.5 if inputs.scale is None else inputs.scale
     arguments = [inputs.q, inputs.cache, inputs.indices, inputs.topk_length, inputs.sink, metadata, num_splits,
@@ -212,7 +212,7 @@ def _takes_out(op) -> bool:
 class InvariantPlan:
     """Own-length schedules on the device, reusable while lengths and shapes stay (all layers of a step, a CUDA graph).
 
-    calls: (first row, end row, metadata ``[parts, 7]``, num_splits) each.
+    calls: (first row, end row, metadata ``[parts, 8]``, num_splits) each; the eighth column is padding.
     """
 
     rule: str
@@ -234,7 +234,7 @@ def batch_invariant_plan(inputs: FlashMLAInputs, rule: str = RECOMMENDED_RULE, n
             raise BadInput("the inputs lie on the CPU: FlashMLA needs a CUDA device.")
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     calls = flashmla_calls(rule, inputs.lengths(), inputs.parts(num_sms), BLOCK)
-    tables = [torch.tensor([list(p) for p in c.parts], dtype=torch.int32).to(device) for c in calls]
+    tables = [torch.tensor([[*part, 0] for part in c.parts], dtype=torch.int32).to(device) for c in calls]  # 32 bytes a part
     splits = [torch.tensor(c.num_splits, dtype=torch.int32).to(device) for c in calls]
     return InvariantPlan(str(rule), inputs.batch, tuple((c.first_row, c.end_row, t, s) for c, t, s in zip(calls, tables, splits)))
 

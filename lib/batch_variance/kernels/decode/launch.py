@@ -43,8 +43,8 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch shape. heads: query heads a program holds at once (16 at least, a power of two). It changes speed; whether it
-    changes bits is for a test to say."""
+    """Launch shape. heads: query heads a program holds at once (16 at least, a power of two); stages: depth of the load
+    pipeline, where a page's address costs every second one. Two tiles may differ in bits: choose by shape, not by batch."""
 
     heads: int
     warps: int
@@ -54,8 +54,8 @@ class Tile:
 def default_tile(inputs: DecodeInputs) -> Tile:
     """Tile by shape: a latent cache's wide accumulators need many warps, grouped queries few."""
     if inputs.latent and inputs.d_v >= 256:
-        return Tile(heads=32, warps=8, stages=2)
-    return Tile(heads=16, warps=4, stages=3)
+        return Tile(heads=32, warps=8, stages=5)
+    return Tile(heads=16, warps=4, stages=5)
 
 
 def programs_for(inputs: DecodeInputs, sms: int, tile: Tile | None = None, per_sm: int | None = None) -> int:
@@ -109,7 +109,7 @@ def launch(
         D_QK=inputs.q.shape[2], D_V=inputs.d_v, D_MAIN=main, TAIL=tail,
         BLOCK=plan.plan.block_size, BLOCK_H=tile.heads, CHUNK=plan.plan.chunk_blocks,
         LATENT=inputs.latent, SPARSE=inputs.sparse, SECOND=len(inputs.caches) == 2, HAS_SINK=sink is not None,
-        UPCAST=inputs.q.dtype == torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+        UPCAST=inputs.q.dtype == torch.float32, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )
     if plan.plan.num_slots:
         kernels.combine_kernel[(inputs.batch, inputs.heads)](

@@ -87,7 +87,7 @@ def _block(
     return m_new, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "table2_stride", "places", "places2"])  # one binary for a row alone and in a batch
 def decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, length_ptr, keys2_ptr, values2_ptr, table2_ptr, length2_ptr, sink_ptr,
     segments_ptr, starts_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
@@ -95,7 +95,7 @@ def decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PAGE2: tl.constexpr,
     D_QK: tl.constexpr, D_V: tl.constexpr, D_MAIN: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
-    LATENT: tl.constexpr, SPARSE: tl.constexpr, SECOND: tl.constexpr, HAS_SINK: tl.constexpr, UPCAST: tl.constexpr,
+    LATENT: tl.constexpr, SPARSE: tl.constexpr, SECOND: tl.constexpr, HAS_SINK: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Grid: (kv_heads * tiles of a group's heads, programs). CHUNK: blocks a piece, 0 for one piece a segment."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -139,11 +139,11 @@ def decode_kernel(
             l = tl.zeros([BLOCK_H], tl.float32)
             acc = tl.zeros([BLOCK_H, D_V], tl.float32)
             stop = tl.minimum(piece + step, end)
-            for block in range(piece, tl.minimum(stop, first_blocks)):
+            for block in tl.range(piece, tl.minimum(stop, first_blocks), num_stages=STAGES):
                 m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys_ptr, values_ptr, table_ptr, row * table_stride, length, places,
                                    kv_head, block, PAGE, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK, LATENT, SPARSE, UPCAST)
             if SECOND:
-                for block in range(tl.maximum(piece, first_blocks), stop):
+                for block in tl.range(tl.maximum(piece, first_blocks), stop, num_stages=STAGES):
                     m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys2_ptr, values2_ptr, table2_ptr, row * table2_stride, length2,
                                        places2, kv_head, block - first_blocks, PAGE2, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK,
                                        LATENT, SPARSE, UPCAST)
