@@ -87,6 +87,31 @@ def _block(
     return m_new, l, acc
 
 
+@triton.jit
+def _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
+    """Write the partial state of a program's heads to a slot."""
+    into = slot.to(tl.int64) * HEADS + heads
+    tl.store(part_ml_ptr + into * 2, m, mask=head_mask)
+    tl.store(part_ml_ptr + into * 2 + 1, l, mask=head_mask)
+    tl.store(part_acc_ptr + into[:, None] * D_V + tl.arange(0, D_V)[None, :], acc, mask=head_mask[:, None])
+
+
+@triton.jit
+def _end_piece(m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
+               HEADS: tl.constexpr, D_V: tl.constexpr, CHUNK: tl.constexpr):
+    """Where a piece ends, fold it into the row's start or write it out, and begin the next from the empty state."""
+    if ((block + 1) % CHUNK == 0) | (block + 1 == end):
+        if begin == 0:
+            run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
+        else:
+            _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V)
+            place += 1
+        m = tl.full(m.shape, NO_MAX, tl.float32)
+        l = tl.zeros(l.shape, tl.float32)
+        acc = tl.zeros(acc.shape, tl.float32)
+    return m, l, acc, run_m, run_l, run_acc, place
+
+
 @triton.jit(do_not_specialize=["table_stride", "table2_stride", "places", "places2"])  # one binary for a row alone and in a batch
 def decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, length_ptr, keys2_ptr, values2_ptr, table2_ptr, length2_ptr, sink_ptr,
@@ -130,34 +155,29 @@ def decode_kernel(
         run_m = tl.full([BLOCK_H], NO_MAX, tl.float32)
         run_l = tl.zeros([BLOCK_H], tl.float32)
         run_acc = tl.zeros([BLOCK_H, D_V], tl.float32)
-        step = tl.maximum(end - begin, 1)
-        if CHUNK > 0:
-            step = CHUNK
+        m = tl.full([BLOCK_H], NO_MAX, tl.float32)
+        l = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, D_V], tl.float32)
         place = slot
-        for piece in range(begin, end, step):
-            m = tl.full([BLOCK_H], NO_MAX, tl.float32)
-            l = tl.zeros([BLOCK_H], tl.float32)
-            acc = tl.zeros([BLOCK_H, D_V], tl.float32)
-            stop = tl.minimum(piece + step, end)
-            for block in tl.range(piece, tl.minimum(stop, first_blocks), num_stages=STAGES):
-                m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys_ptr, values_ptr, table_ptr, row * table_stride, length, places,
-                                   kv_head, block, PAGE, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK, LATENT, SPARSE, UPCAST)
-            if SECOND:
-                for block in tl.range(tl.maximum(piece, first_blocks), stop, num_stages=STAGES):
-                    m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys2_ptr, values2_ptr, table2_ptr, row * table2_stride, length2,
-                                       places2, kv_head, block - first_blocks, PAGE2, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK,
-                                       LATENT, SPARSE, UPCAST)
-            if CHUNK == 0:
-                run_m, run_l, run_acc = m, l, acc
-            else:
-                if begin == 0:
-                    run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
-                else:
-                    into = place.to(tl.int64) * HEADS + heads
-                    tl.store(part_ml_ptr + into * 2, m, mask=head_mask)
-                    tl.store(part_ml_ptr + into * 2 + 1, l, mask=head_mask)
-                    tl.store(part_acc_ptr + into[:, None] * D_V + wide[None, :], acc, mask=head_mask[:, None])
-                    place += 1
+        # One loop over all blocks, pieces ending inside it, so that the load pipeline never drains between pieces.
+        for block in tl.range(begin, tl.minimum(end, first_blocks), num_stages=STAGES):
+            m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys_ptr, values_ptr, table_ptr, row * table_stride, length, places,
+                               kv_head, block, PAGE, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK, LATENT, SPARSE, UPCAST)
+            if CHUNK > 0:
+                m, l, acc, run_m, run_l, run_acc, place = _end_piece(
+                    m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
+                    HEADS, D_V, CHUNK)
+        if SECOND:
+            for block in tl.range(tl.maximum(begin, first_blocks), end, num_stages=STAGES):
+                m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys2_ptr, values2_ptr, table2_ptr, row * table2_stride, length2,
+                                   places2, kv_head, block - first_blocks, PAGE2, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK,
+                                   LATENT, SPARSE, UPCAST)
+                if CHUNK > 0:
+                    m, l, acc, run_m, run_l, run_acc, place = _end_piece(
+                        m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
+                        HEADS, D_V, CHUNK)
+        if CHUNK == 0:
+            run_m, run_l, run_acc = m, l, acc
         if slot < 0:
             out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
             into = row.to(tl.int64) * HEADS + heads
@@ -165,10 +185,7 @@ def decode_kernel(
             tl.store(lse_ptr + into, lse, mask=head_mask)
         else:
             if (CHUNK == 0) or (begin == 0):
-                into = slot.to(tl.int64) * HEADS + heads
-                tl.store(part_ml_ptr + into * 2, run_m, mask=head_mask)
-                tl.store(part_ml_ptr + into * 2 + 1, run_l, mask=head_mask)
-                tl.store(part_acc_ptr + into[:, None] * D_V + wide[None, :], run_acc, mask=head_mask[:, None])
+                _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V)
 
 
 @triton.jit
