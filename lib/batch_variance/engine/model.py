@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
-import torch.nn.functional as F
 
 from ..kernels.nvfp4 import Policy
 from ..kernels.sets import KernelSet, PreparedNVFP4
@@ -207,9 +206,11 @@ class Model:
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up from [T, 2 x neurons]."""
+    """silu(gate) * up from [T, 2 x neurons], row-invariant."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    # F.silu computes the tail of each thread's share by another exp than the rest, and where a share ends depends on T.
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

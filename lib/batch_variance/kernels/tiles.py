@@ -21,6 +21,8 @@ def by_tiles(operation: Callable[..., torch.Tensor], *rows: torch.Tensor) -> tor
     """
     count = rows[0].shape[0]
     missing = -count % TILE if count else TILE
+    # A full batch would pass its own strides on while a padded one is contiguous, and strides choose kernels too.
+    rows = tuple(x.contiguous() for x in rows)
     if missing:
         rows = tuple(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in rows)
     parts = [operation(*(x[start : start + TILE] for x in rows)) for start in range(0, count + missing, TILE)]
