@@ -18,9 +18,12 @@ class CannotSlice(Exception):
 
 
 class Layout(Protocol):
-    """What a layout answers. ``offsets`` maps the name of each prefix-sum argument to its B + 1 values."""
+    """What a layout answers. ``offsets`` maps the name of each prefix-sum argument to its B + 1 values.
 
-    def count(self, value: Any, offsets: dict[str, list[int]]) -> int: ...
+    ``count`` is None where the value is shared by all rows.
+    """
+
+    def count(self, value: Any, offsets: dict[str, list[int]]) -> int | None: ...
     def take(self, value: Any, index: Sequence[int], offsets: dict[str, list[int]]) -> Any: ...
     def parts(self, value: Any, index: Sequence[int], offsets: dict[str, list[int]]) -> list[torch.Tensor]: ...
 
@@ -32,22 +35,31 @@ def as_layout(spec: Any) -> Layout:
 
 @dataclass(frozen=True)
 class Rows:
-    """Row i is index i of dimension ``dim``; on a list or tuple, its i-th item."""
+    """Row i is index i of dimension ``dim``; on a list or tuple, its i-th item.
+
+    ``or_one``: a dimension of size 1 is shared by all rows (a mask that is broadcast), and passed on as it is.
+    """
 
     dim: int = 0
+    or_one: bool = False
 
-    def count(self, value: Any, offsets: dict) -> int:
+    def count(self, value: Any, offsets: dict) -> int | None:
         if isinstance(value, (list, tuple)):
             return len(value)
         if not isinstance(value, torch.Tensor):
             raise CannotSlice(f"is a {type(value).__name__}, which has no rows: build it afresh (fresh=) or leave it whole")
         if not -value.dim() <= self.dim < value.dim():
             raise CannotSlice(f"has shape {tuple(value.shape)} and so no dimension {self.dim}")
-        return value.shape[self.dim]
+        return None if self._shared(value) else value.shape[self.dim]
+
+    def _shared(self, value: torch.Tensor) -> bool:
+        return self.or_one and value.shape[self.dim] == 1
 
     def take(self, value: Any, index: Sequence[int], offsets: dict) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(value[i] for i in index)
+        if self._shared(value):
+            return value
         return take_along(value, self.dim % value.dim(), index)
 
     def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:

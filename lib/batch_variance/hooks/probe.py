@@ -267,9 +267,14 @@ class CallSiteProbe:
         counts = {}
         for path, layout in layouts.items():
             try:
-                counts[path] = layout.count(call.get(path), offsets)
+                rows = layout.count(call.get(path), offsets)
             except CannotSlice as error:
                 raise CannotSlice(f"argument {path!r} {error}") from None
+            if rows is not None:
+                counts[path] = rows
+        layouts = {path: layouts[path] for path in counts}
+        if not counts:
+            raise CannotSlice("every argument named in batch_args is shared by all rows")
         count = next(iter(counts.values()))
         for path, rows in counts.items():
             if rows != count:
@@ -410,7 +415,8 @@ class CallSiteProbe:
                 changes[path] = _widened(changes.get(path, call.get(path)), dim)
                 really = True
         call = call.replace(changes)
-        return call.replace({path: _make(maker, call.flat()) for path, maker in self.fresh.items()}), offsets, really
+        fresh = {path: _make(maker, call.flat()) for path, maker in self.fresh.items() if call.has(path)}
+        return call.replace(fresh), offsets, really
 
     def _overwrite(self, path: str, layout: Layout, new: Any, replay: Replay, offsets: Mapping) -> bool:
         """Write other values over the rows whose contents are to change, zeros over padding; whether any bit changed."""
