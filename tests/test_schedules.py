@@ -14,7 +14,7 @@ from batch_variance.schedules import (BATCH_WIDE, decode_lengths, flashmla_calls
 from batch_variance.schedules.command import schedule as command
 
 GOLDEN = json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
-RULES = ("never-split", "fixed-count-3", "fixed-chunk-4", "free-4", "by-length-2-9")
+RULES = ("never-split", "root-length", "fixed-count-3", "fixed-chunk-4", "free-4", "by-length-2-9")
 lengths_lists = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
@@ -176,6 +176,13 @@ def test_bad_decode_lengths(args, message):
 def test_unknown_rules(name):
     with pytest.raises(BadInput, match="rule"):
         own_length_rule(name)
+
+
+def test_pieces_of_each_rule():
+    counts = {name: [own_length_rule(name).pieces(n) for n in (0, 1, 2, 8, 32)] for name in
+              ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "by-length-2-8")}
+    assert counts == {"never-split": [1, 1, 1, 1, 1], "root-length": [1, 1, 1, 3, 6], "fixed-count-4": [1, 1, 2, 4, 4],
+                      "fixed-chunk-4": [1, 1, 1, 2, 8], "free-16": [1, 1, 1, 1, 2], "by-length-2-8": [1, 1, 1, 2, 4]}
 
 
 def test_flashmla_calls_refuse():

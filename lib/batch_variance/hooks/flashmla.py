@@ -244,7 +244,7 @@ def batch_invariant_decode(
     inputs: FlashMLAInputs,
     rule: str = RECOMMENDED_RULE,
     plan: InvariantPlan | None = None,
-    streams: int = 2,
+    streams: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashMLA sparse decode whose rows do not depend on their batchmates: same row, same bits, in any batch.
 

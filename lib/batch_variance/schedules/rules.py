@@ -16,6 +16,7 @@ KINDS = {
     "fixed-count-N": "N pieces of near-equal length (fewer where the row has fewer blocks)",
     "fixed-chunk-N": "pieces of N blocks, each handed to the combine step",
     "free-N": "pieces of N blocks folded left to right, in place where one program does a row's start",
+    "root-length": "as many pieces as the rounded square root of the row's blocks",
     "by-length-A-B-...": "one piece up to A blocks, two up to B, and so on, doubling at each threshold",
 }
 
@@ -43,6 +44,8 @@ class Rule:
             return max(-(-blocks // self.chunk_blocks), 1)
         if self.kind == "never-split":
             return 1
+        if self.kind == "root-length":
+            return max(round(blocks ** 0.5), 1)
         wanted = self.values[0] if self.kind == "fixed-count" else 2 ** sum(blocks > limit for limit in self.values)
         return max(min(wanted, blocks), 1)
 
@@ -62,12 +65,12 @@ def own_length_rule(name: str) -> Rule:
     Numbers are pieces (fixed-count) or blocks (the others). Raises BadInput for an unknown name, a zero, or
     by-length thresholds that do not rise.
     """
-    found = re.fullmatch(r"(never-split)|(fixed-count|fixed-chunk|free)-(\d+)|(by-length)((?:-\d+)+)", str(name))
+    found = re.fullmatch(r"(never-split|root-length)|(fixed-count|fixed-chunk|free)-(\d+)|(by-length)((?:-\d+)+)", str(name))
     if not found:
         raise BadInput(f"rule {name!r} is unknown: give one of {', '.join(KINDS)} with numbers for the capitals.")
-    never, counted, number, by_length, limits = found.groups()
-    if never:
-        return Rule(name, never)
+    plain, counted, number, by_length, limits = found.groups()
+    if plain:
+        return Rule(name, plain)
     values = (int(number),) if counted else tuple(int(v) for v in limits[1:].split("-"))
     if min(values) < 1 or list(values) != sorted(set(values)):
         raise BadInput(f"rule {name!r} cannot be used: its numbers must be 1 or more and rise from left to right.")

@@ -24,11 +24,14 @@ from ..schedules import BATCH_WIDE, make_plan, one_program_a_row
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHECKED_ROWS = 24
 POOL_PAGES = 16384
-FLASHMLA_RULES = ("never-split", "fixed-count-2", "fixed-count-4", "fixed-count-8", "fixed-chunk-4", "fixed-chunk-8", "fixed-chunk-16",
-                  "by-length-2-8", "by-length-4-16", "by-length-1-4-16", "by-length-8-24", "by-length-8-16")
+FLASHMLA_RULES = ("never-split", "fixed-count-2", "fixed-count-3", "fixed-count-4", "fixed-count-6", "fixed-count-8", "fixed-chunk-4",
+                  "fixed-chunk-8", "fixed-chunk-16", "root-length", "by-length-2-8", "by-length-4-16", "by-length-1-4-16", "by-length-8-24")
+FLASHMLA_BITS_RULES = ("never-split", "fixed-count-2", "fixed-count-4", "fixed-count-8", "fixed-chunk-4", "fixed-chunk-8", "root-length",
+                       "by-length-2-8", "by-length-1-4-16")
+STREAMS = (1, 2, 4)
 FLASHMLA_SHAPES = ((64, 512), (64, 2048), (128, 2048))
 TRITON_RULES = {"grouped": ("free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
-                "latent": ("free-8", "free-16", "fixed-chunk-8", "fixed-count-4", "never-split")}
+                "latent": ("free-2", "free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split")}
 ULP_EDGES = (0, 1, 2, 4, 8, 16, 64, 1024)
 
 
@@ -150,7 +153,7 @@ def triton_cases(quick: bool = False):
 
 def programs_tried(inputs: DecodeInputs) -> list[int]:
     fill = programs_for(inputs, 132, per_sm=1)
-    return [fill, 2 * fill, 4 * fill] if not inputs.latent else [fill, 2 * fill]
+    return [fill, 2 * fill, 4 * fill]
 
 
 def triton_bits(shape, batch, rule, make) -> tuple[dict, dict]:
@@ -165,7 +168,7 @@ def triton_bits(shape, batch, rule, make) -> tuple[dict, dict]:
         alone = make_plan(rule, [lengths[row]], programs)
         solos[row] = launch(inputs.row(row), alone)
         splits[row] = alone.pieces[0]
-    truth = _truth(inputs) if rule in (BATCH_WIDE, "free-4", "free-8") else None
+    truth = _truth(inputs) if rule in (BATCH_WIDE, "free-4") else None
     found, histogram = compare(run, rerun, solos, plan.pieces, splits, truth)
     found["schedules_tried"] = 1
     found["schedules_differ"] = 0
@@ -352,7 +355,7 @@ def tune_stage(rec: Recorder) -> None:
 def bits_stage(rec: Recorder, op) -> None:
     for group, shape, batch, make in triton_cases():
         for rule in (BATCH_WIDE, *TRITON_RULES[group]):
-            if rule in ("free-16", "free-8") and group == "grouped" and batch > 16:
+            if rule == "free-8" and group == "grouped" and batch > 16:
                 continue
             rec.bits("triton", policy_of(rule), shape, batch, rec.attempt(f"bits {shape} {batch} {rule}", lambda: triton_bits(shape, batch, rule, make)))
     rec.save()
@@ -364,7 +367,7 @@ def bits_stage(rec: Recorder, op) -> None:
         shape = f"h{heads} d{d_qk} topk{topk}" + (f"+{extra}" if extra else "") + f" {kind}"
         for batch in BATCHES:
             make = flashmla_maker(heads, d_qk, topk, extra, kind, batch)
-            for rule in (BATCH_WIDE, *FLASHMLA_RULES[:6], *FLASHMLA_RULES[7:9]):
+            for rule in (BATCH_WIDE, *FLASHMLA_BITS_RULES):
                 rec.bits("flashmla", policy_of(rule), shape, batch, rec.attempt(f"bits flashmla {shape} {batch} {rule}",
                                                                               lambda: flashmla_bits(op, make, batch, rule)))
 
@@ -385,10 +388,11 @@ def time_stage(rec: Recorder, op) -> None:
                         if got is None:
                             continue
                         best = got[0]
-                        if got[1] > 1:
-                            rec.time("flashmla", policy_of(rule) + "-one-stream", shape, batch, got[0], default[0])
-                            two = rec.attempt(f"time {shape} {batch} {rule} two", lambda: flashmla_time(op, make, rule, 2))
-                            best = two[0] if two else best
+                        for streams in STREAMS if got[1] > 1 else ():
+                            more = rec.attempt(f"time {shape} {batch} {rule} {streams}", lambda: flashmla_time(op, make, rule, streams))
+                            if more:
+                                rec.time("flashmla", f"{policy_of(rule)}-{streams}-streams", shape, batch, more[0], default[0])
+                                best = more[0]  # the last, and most, streams are the function's default
                         rec.time("flashmla", policy_of(rule), shape, batch, best, default[0])
                         rec.calls(policy_of(rule), shape, batch, got[1])
         rec.save()
