@@ -43,7 +43,7 @@ def attend_paged(
     """As reference.attend_paged, on CUDA. D and the page size are powers of two, at least 16."""
     rows, heads, dim = q.shape
     _, page, kv_heads, _ = k_pages.shape
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if rows:
         group = heads // kv_heads
         _attend[(rows, kv_heads)](

@@ -22,7 +22,7 @@ def _rms_norm(x, weight, y, K, eps, BLOCK: tl.constexpr):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """float32 [R, K] from float32 x and weight [K]."""
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         _rms_norm[(x.shape[0],)](x.contiguous(), weight, y, x.shape[1], eps, BLOCK=1024, num_warps=4)
     return y
