@@ -34,11 +34,15 @@ def serve(model: Model, prompts: list[list[int]], load: Load, config: EngineConf
     """Serve ``load`` on a fresh engine. Request i asks prompt i mod P; client i mod C sends it.
 
     prompts: token ids of the P prompts. progress: called with each finished request.
-    Raises BadInput for a concurrency, number of requests or of prompts below 1.
+    Raises BadInput for a concurrency, number of requests or of prompts below 1, a negative jitter or seed, and a prompt
+    that does not fit the cache.
     """
     for name, value in (("concurrency", load.concurrency), ("requests", load.requests), ("prompts", len(prompts))):
         if value < 1:
             raise BadInput(f"{name} is {value}: at least 1 is needed.")
+    for name, value in (("jitter", load.jitter), ("seed", load.seed)):
+        if value < 0:
+            raise BadInput(f"{name} is {value}: 0 or more is needed.")
     engine = Engine(model, config)
     random = np.random.default_rng(load.seed)
     delay = lambda: int(random.integers(0, load.jitter + 1)) if load.concurrency > 1 else 0  # noqa: E731

@@ -67,8 +67,9 @@ class Engine:
     """Runs requests to completion, a step at a time."""
 
     def __init__(self, model: Model, config: EngineConfig = EngineConfig()):
-        if config.max_rows < 1 or config.max_requests < 1:
-            raise BadInput(f"max_rows {config.max_rows} and max_requests {config.max_requests} must both be at least 1.")
+        for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length"):
+            if getattr(config, name) < 1:
+                raise BadInput(f"{name} is {getattr(config, name)}: at least 1 is needed.")
         self.model, self.config = model, config
         shape, weights = model.weights.shape, model.weights
         pages_each = -(-config.max_length // config.page)

@@ -9,9 +9,10 @@ from typing import Callable
 
 import torch
 
+from ..common import BadInput
 from ..kernels.nvfp4 import Policy
 from ..kernels.sets import KernelSet, PreparedNVFP4
-from ..numerics import quantize
+from ..numerics import BLOCK, quantize
 from .checkpoint import Architecture, architecture, read_weights
 
 Weight = torch.Tensor | PreparedNVFP4
@@ -96,12 +97,21 @@ class StepRows:
 def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool = False, split: ExpertSplit | None = None) -> Weights:
     """Load a Hugging Face Llama folder.
 
-    nvfp4: quantize the FFN weights (gate and up as one matrix, per expert where split), each with its own tensor scale. Raises BadInput as
-    checkpoint does.
+    nvfp4: quantize the FFN weights (gate and up as one matrix, per expert where split), each with its own tensor scale.
+    Raises BadInput as checkpoint does, for a missing tensor, and where nvfp4 and the FFN's sizes are no multiples of 16.
     """
     shape = architecture(folder)
+    if nvfp4 and (shape.hidden % BLOCK or shape.intermediate % BLOCK):
+        raise BadInput(f"{folder} has hidden size {shape.hidden} and {shape.intermediate} FFN neurons: "
+                       f"NVFP4 needs multiples of {BLOCK}.")
     raw = {name: tensor.to(device=device, dtype=dtype) for name, tensor in read_weights(folder).items()}
+    try:
+        return _assemble(shape, raw, device, dtype, nvfp4, split)
+    except KeyError as error:
+        raise BadInput(f"{folder} holds no tensor {error.args[0]!r}: a file may be missing, so fetch the model again.") from None
 
+
+def _assemble(shape: Architecture, raw: dict[str, torch.Tensor], device, dtype, nvfp4: bool, split: ExpertSplit | None) -> Weights:
     def prepare(weight: torch.Tensor) -> Weight:
         return PreparedNVFP4(quantize(weight)) if nvfp4 else weight.contiguous()
 
@@ -110,8 +120,8 @@ def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool 
 
     layers = []
     for index in range(shape.layers):
-        part = {name.removeprefix(f"model.layers.{index}."): raw[name] for name in raw if name.startswith(f"model.layers.{index}.")}
-        gate, up, down = (part[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        prefix = f"model.layers.{index}."
+        gate, up, down = (raw[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         if split is None:
             ffn = build(gate, up, down)
         else:
@@ -119,10 +129,10 @@ def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool 
             ffns = [build(gate[m], up[m], down[:, m]) for m in order.chunk(split.experts)]
             ffn = Experts(ffns, split.top_k, torch.cat([gate[order], up[order]]))
         layers.append(Layer(
-            attention_norm=part["input_layernorm.weight"],
-            qkv=torch.cat([part[f"self_attn.{name}_proj.weight"] for name in "qkv"]),
-            output=part["self_attn.o_proj.weight"],
-            ffn_norm=part["post_attention_layernorm.weight"],
+            attention_norm=raw[f"{prefix}input_layernorm.weight"],
+            qkv=torch.cat([raw[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]),
+            output=raw[f"{prefix}self_attn.o_proj.weight"],
+            ffn_norm=raw[f"{prefix}post_attention_layernorm.weight"],
             ffn=ffn,
         ))
     embedding = raw["model.embed_tokens.weight"]
