@@ -1,0 +1,1 @@
+"""Plot functions, one module a study: a tidy frame in, a figure out. They draw and compute nothing."""
