@@ -358,6 +358,18 @@ def test_sampling_by_count_probability_and_caps(site, options, expected):
     assert probe.calls == 20 and probe.sampled == len(expected)
 
 
+def test_a_spread_sample_takes_the_axes_in_turn_and_controls_now_and_then(site):
+    ran = []
+    site.kernel = lambda x: ran.append(len(x)) or batch_scaled(x)
+    with CallSiteProbe("probe_toys:kernel", {"x": 0}, axes=("rerun", "contents", "solo"), spread=True, rows=1, controls_every=3) as probe:
+        for _ in range(6):
+            site.kernel(torch.randn(4, 8))
+    assert probe.frame()["axis"].tolist() == ["rerun", "contents", "rerun", "solo"] * 3
+    assert probe.records().query("axis == 'rerun'")["rows_sensitive"].tolist() == [1, 0, 0, 1, 0, 0]
+    assert len(ran) == 6 * 3 + 2  # the call, the re-run, one axis; the positive control twice
+    assert probe.verdict() == {"rerun": "invariant", "contents": "invariant", "solo": "variant"}
+
+
 def test_probability_samples_its_share(site):
     site.kernel = pair_sum
     with CallSiteProbe("probe_toys:kernel", {"x": 0}, axes=("rerun",), every=None, probability=0.1) as probe:

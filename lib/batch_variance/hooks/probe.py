@@ -72,6 +72,8 @@ class CallSiteProbe:
             count). Its change on a replay is the proof that the condition under test occurred.
         checks: input checks, run on each sampled call; see ``checks``.
         log: a ``ProbeLog``, or the path of one to write.
+        spread: make one of ``axes`` (and the re-run) a sampled call, in turn, instead of all: a cheaper sample.
+        controls_every: make the positive controls on the first of so many sampled calls, and on the first of all.
         max_bytes: refuse a sample whose arguments would need more copied.
         seed: for sampling by probability, the rows drawn and the orders shuffled.
 
@@ -100,6 +102,8 @@ class CallSiteProbe:
         witness: Callable[[dict], Any] | None = None,
         checks: Iterable[Any] = (),
         log: Any = None,
+        spread: bool = False,
+        controls_every: int = 8,
         max_bytes: int = 2**32,
         seed: int = 0,
     ):
@@ -111,6 +115,7 @@ class CallSiteProbe:
         self.max_calls, self.max_seconds, self.max_bytes = max_calls, max_seconds, max_bytes
         self.values, self.whole, self.lengths, self.witness = set(values), tuple(whole), lengths, witness
         self.state, self.checks = list(state), list(checks)
+        self.spread, self.controls_every = spread, controls_every
         self._signature = signature_of(self.target.function)
         self._check_arguments()
         owner = self.target.owner
@@ -135,7 +140,7 @@ class CallSiteProbe:
             raise BadInput("batch_args is empty: name at least one argument that carries the batch, such as {'q': 0}.")
         for what, paths in (("batch_args", self.batch_args), ("fresh", self.fresh), ("pad", self.pad), ("whole", dict.fromkeys(self.whole))):
             check_names(what, paths, self._signature, self.site)
-        for name, value in (("every", self.every), ("max_calls", self.max_calls), ("max_seconds", self.max_seconds)):
+        for name, value in (("every", self.every), ("max_calls", self.max_calls), ("max_seconds", self.max_seconds), ("controls_every", self.controls_every)):
             if value is not None and value <= 0:
                 raise BadInput(f"{name} = {value}: give a positive number.")
         if not 0 <= self.probability <= 1:
@@ -244,12 +249,16 @@ class CallSiteProbe:
             self._refuse(str(error))
             self._record_refused(number, str(error))
             return
-        flip_seen = _flip_is_seen(sample)
         planner = Planner(sample.count, sample.watched, self._row_sizes(sample), bool(self.pad), self._draw)
-        sensitive = self._sensitive_rows(again, sample, planner)
+        controlled = (self.sampled - 1) % self.controls_every == 0
+        flip_seen = _flip_is_seen(sample) if controlled else None
+        sensitive = self._sensitive_rows(again, sample, planner) if controlled else 0
+        axes = [axis for axis in self.axes if axis != "rerun"]
+        if self.spread and axes:
+            axes = [axes[(self.sampled - 1) % len(axes)]]
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
         records = []
-        for axis in dict.fromkeys(("rerun", *self.axes)):
+        for axis in ("rerun", *axes):
             record = self._axis(again, sample, planner, axis)
             records.append({
                 **record, "call": number, "site": self.site, "batch": sample.count, "rows_sensitive": sensitive, "flip_seen": flip_seen,
@@ -477,7 +486,7 @@ class CallSiteProbe:
     def _record_refused(self, number: int, reason: str) -> None:
         empty = {
             "call": number, "site": self.site, "rows_checked": 0, "rows_differ": 0, "max_ulp": 0, "max_row_scaled_ulp": 0.0, "batch": 0,
-            "replays": 0, "rows_unmoved": 0, "differ_unmoved": 0, "rows_sensitive": 0, "occurred": 0, "flip_seen": False, "witness": None,
+            "replays": 0, "rows_unmoved": 0, "differ_unmoved": 0, "rows_sensitive": 0, "occurred": 0, "flip_seen": None, "witness": None,
             "elements": 0, "elements_differ": 0, "ulp_histogram": Difference().histogram, "note": reason,
         }  # fmt: skip
         self._keep([{**empty, "axis": axis} for axis in dict.fromkeys(("rerun", *self.axes))])

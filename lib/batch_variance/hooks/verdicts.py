@@ -49,8 +49,9 @@ def _judge(axis: str, part: pd.DataFrame, rerun: pd.DataFrame, raw: dict[str, in
         return "inconclusive", notes[0] if notes else f"no row was checked{lost}"
     if not rerun["rows_checked"].sum():
         return "inconclusive", "the negative control is missing: no identical call was repeated"
-    if not part["flip_seen"].all():
-        return "inconclusive", "the positive control failed: the comparison missed a flipped bit"
+    flips = rerun["flip_seen"].dropna().astype(bool)
+    if not len(flips) or not flips.all():
+        return "inconclusive", "the positive control failed: the comparison missed a flipped bit" if len(flips) else "the positive control is missing"
     if axis == "rerun":
         return ("variant", "the identical call gave other bits") if differ else ("invariant", "the identical call gave the same bits")
     if raw["rerun"]:
@@ -62,7 +63,7 @@ def _judge(axis: str, part: pd.DataFrame, rerun: pd.DataFrame, raw: dict[str, in
         if causes:
             return "inconclusive", f"rows differ, but {causes[0]} already explains it"
         return "variant", f"{differ} of {checked} rows differ"
-    if not part["rows_sensitive"].sum():
+    if not rerun["rows_sensitive"].sum():
         return "inconclusive", "the positive control failed: no row's result changed with the row's own values"
     if part["witness"].notna().any() and not part["witness"].fillna(False).astype(bool).any():
         return "inconclusive", "the witness never changed: the condition under test did not occur"
