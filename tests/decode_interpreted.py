@@ -10,7 +10,11 @@ from batch_variance.kernels.decode.launch import KERNEL_FOLDS, DevicePlan, Works
 LENGTHS = [100, 0, 33, 16]
 SHAPES = (
     (dict(heads=16, d_qk=48, d_v=32), torch.float16, 1e-3),
-    (dict(heads=16, d_qk=32, d_v=32, sparse=True, extra_lengths=[40, 0, 17, 5], sink=True, invalid=0.1), torch.float32, 1e-6),
+    (
+        dict(heads=16, d_qk=32, d_v=32, sparse=True, extra_lengths=[40, 0, 17, 5], sink=True, invalid=0.1),
+        torch.float32,
+        1e-6,
+    ),
     (dict(heads=34, kv_heads=2, d_qk=16, d_v=16), torch.float16, 1e-3),
 )
 
@@ -33,14 +37,28 @@ for shape, dtype, bound in SHAPES:
         for fold in folds:
             out, got = poisoned(inputs, plan, fold)
             finite = ~lse.isinf()
-            solo = [poisoned(inputs.row(row), plan_decode(inputs.row(row), rule, 5, 16), fold)[0] for row in range(len(LENGTHS))]
-            results.append({
-                "rule": rule, "fold": fold, "heads": inputs.heads, "bound": bound,
-                "error": ((out.double() - truth).norm() / truth.norm()).item(),
-                "lse_error": (got - lse)[finite].abs().max().item() if torch.equal(got.isinf(), lse.isinf()) else 1.0,
-                "poison": int(out.isnan().sum() + got.isnan().sum()),
-                "emulation_equal": (out == emulate(inputs, plan, fold)[0]).float().mean().item() if dtype == torch.float16 else 1.0,
-                "solo_differs": sum(not torch.equal(one.view(torch.int16), out[row:row + 1].view(torch.int16))
-                                    for row, one in enumerate(solo)),
-            })
+            solo = [
+                poisoned(inputs.row(row), plan_decode(inputs.row(row), rule, 5, 16), fold)[0]
+                for row in range(len(LENGTHS))
+            ]
+            results.append(
+                {
+                    "rule": rule,
+                    "fold": fold,
+                    "heads": inputs.heads,
+                    "bound": bound,
+                    "error": ((out.double() - truth).norm() / truth.norm()).item(),
+                    "lse_error": (got - lse)[finite].abs().max().item()
+                    if torch.equal(got.isinf(), lse.isinf())
+                    else 1.0,
+                    "poison": int(out.isnan().sum() + got.isnan().sum()),
+                    "emulation_equal": (out == emulate(inputs, plan, fold)[0]).float().mean().item()
+                    if dtype == torch.float16
+                    else 1.0,
+                    "solo_differs": sum(
+                        not torch.equal(one.view(torch.int16), out[row : row + 1].view(torch.int16))
+                        for row, one in enumerate(solo)
+                    ),
+                }
+            )
 print(json.dumps(results))

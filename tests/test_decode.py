@@ -1,4 +1,5 @@
-"""Split-KV decode: accuracy against float64, what changes a row's bits and what must not, and the Triton kernels' logic."""
+"""Split-KV decode: accuracy against float64, what changes a row's bits and what must not, and the Triton kernels'
+logic."""
 
 import json
 import os
@@ -11,15 +12,27 @@ import pytest
 import torch
 
 from batch_variance.common import BadInput
-from batch_variance.kernels.decode import (FOLDS, Cache, DecodeInputs, Workspace, attend, emulate, exact, launch, plan_decode,
-                                           random_inputs)
+from batch_variance.kernels.decode import (
+    FOLDS,
+    Cache,
+    DecodeInputs,
+    Workspace,
+    attend,
+    emulate,
+    exact,
+    launch,
+    plan_decode,
+    random_inputs,
+)
 from batch_variance.kernels.decode.reference import fma
 from batch_variance.schedules import make_plan, one_program_a_row
 
 SHAPES = {
     "grouped": dict(heads=9, kv_heads=3, d_qk=64, d_v=64),
     "latent": dict(heads=16, d_qk=96, d_v=64),
-    "sparse-two-caches": dict(heads=16, d_qk=64, d_v=64, sparse=True, extra_lengths=[20, 0, 5, 40, 1, 17], sink=True, invalid=0.1),
+    "sparse-two-caches": dict(
+        heads=16, d_qk=64, d_v=64, sparse=True, extra_lengths=[20, 0, 5, 40, 1, 17], sink=True, invalid=0.1
+    ),
 }
 LENGTHS = [175, 16, 0, 75, 33, 1]
 BLOCK = 16
@@ -78,7 +91,7 @@ def test_own_length_rules_keep_bits_and_the_batch_wide_schedule_does_not(shape, 
             for row in range(inputs.batch):
                 alone = inputs.row(row)
                 one, one_lse = emulate(alone, plan_of(alone, rule, 7), fold)
-                assert same(one, out[row:row + 1]) and same(one_lse, lse[row:row + 1])
+                assert same(one, out[row : row + 1]) and same(one_lse, lse[row : row + 1])
     plans = [plan_of(inputs, "flashmla", parts) for parts in (1, 40)]
     assert (plans[0].pieces != plans[1].pieces).any()
     changed = [row for row in range(inputs.batch) if not same(*(emulate(inputs, p)[0][row] for p in plans))]
@@ -117,21 +130,37 @@ def test_empty_rows_and_sinks():
         truth, lse = exact(with_sink)
         out, got = emulate(with_sink, plan_of(with_sink, "free-2", 3))
         assert (out[0] == 0).all() and got[0].isneginf().all()
-        assert torch.allclose(got[1].double(), lse[1], atol=1e-5) and error(out[1], truth[1]) < 6e-3 or sink[0] == torch.inf
-    assert (emulate(DecodeInputs(inputs.q, inputs.caches, 64, sink=torch.full((16,), torch.inf)), plan_of(inputs, "free-2", 3))[0] == 0).all()
+        assert (
+            torch.allclose(got[1].double(), lse[1], atol=1e-5)
+            and error(out[1], truth[1]) < 6e-3
+            or sink[0] == torch.inf
+        )
+    assert (
+        emulate(
+            DecodeInputs(inputs.q, inputs.caches, 64, sink=torch.full((16,), torch.inf)), plan_of(inputs, "free-2", 3)
+        )[0]
+        == 0
+    ).all()
 
 
 def test_fma_rounds_once():
-    a = torch.tensor([1 + 2.0 ** -12])
-    assert fma(a, a, torch.tensor([-1.0])).item() == 2.0 ** -11 + 2.0 ** -24
-    assert (a * a - 1).item() != 2.0 ** -11 + 2.0 ** -24
+    a = torch.tensor([1 + 2.0**-12])
+    assert fma(a, a, torch.tensor([-1.0])).item() == 2.0**-11 + 2.0**-24
+    assert (a * a - 1).item() != 2.0**-11 + 2.0**-24
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(q=torch.zeros(0, 9, 64)), "shape \\[0, 9, 64\\]"), (dict(q=torch.zeros(6, 10, 64)), "evenly"),
-    (dict(q=torch.zeros(6, 9, 32)), "keys has shape"), (dict(d_v=32), "values has shape"), (dict(caches=()), "0 caches"),
-    (dict(sink=torch.zeros(4)), "sink"), (dict(q=torch.zeros(5, 9, 64)), "5 rows"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(q=torch.zeros(0, 9, 64)), "shape \\[0, 9, 64\\]"),
+        (dict(q=torch.zeros(6, 10, 64)), "evenly"),
+        (dict(q=torch.zeros(6, 9, 32)), "keys has shape"),
+        (dict(d_v=32), "values has shape"),
+        (dict(caches=()), "0 caches"),
+        (dict(sink=torch.zeros(4)), "sink"),
+        (dict(q=torch.zeros(5, 9, 64)), "5 rows"),
+    ],
+)
 def test_mismatched_shapes(change, message):
     inputs = random_inputs(LENGTHS, dtype=torch.float32, **SHAPES["grouped"])
     with pytest.raises(BadInput, match=message):
@@ -142,7 +171,11 @@ def test_bad_lengths_plans_folds_and_buffers():
     inputs = random_inputs(LENGTHS, dtype=torch.float32, **SHAPES["grouped"])
     cache = inputs.caches[0]
     for value in (-1, 193):
-        wrong = DecodeInputs(inputs.q, (Cache(cache.keys, cache.values, torch.full((6,), value, dtype=torch.int32), cache.block_table),), 64)
+        wrong = DecodeInputs(
+            inputs.q,
+            (Cache(cache.keys, cache.values, torch.full((6,), value, dtype=torch.int32), cache.block_table),),
+            64,
+        )
         with pytest.raises(BadInput, match=str(value)):
             wrong.lengths(64)
     with pytest.raises(BadInput, match="block_size is 0"):
@@ -175,8 +208,13 @@ def test_triton_kernels_in_the_interpreter():
     """Their logic only: the interpreter runs programs one after another and cannot show a GPU's order of additions."""
     pytest.importorskip("triton")
     script = Path(__file__).with_name("decode_interpreted.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 3 * (1 + 3 + 1)

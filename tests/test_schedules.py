@@ -9,8 +9,17 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from batch_variance.common import BadInput, data_path
-from batch_variance.schedules import (BATCH_WIDE, decode_lengths, flashmla_calls, flashmla_schedule, make_plan, num_sm_parts,
-                                      one_program_a_row, own_length_rule, plan_from_schedule)
+from batch_variance.schedules import (
+    BATCH_WIDE,
+    decode_lengths,
+    flashmla_calls,
+    flashmla_schedule,
+    make_plan,
+    num_sm_parts,
+    one_program_a_row,
+    own_length_rule,
+    plan_from_schedule,
+)
 from batch_variance.schedules.command import schedule as command
 
 GOLDEN = json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
@@ -18,9 +27,13 @@ RULES = ("never-split", "root-length", "fixed-count-3", "fixed-chunk-4", "free-4
 lengths_lists = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['d_qk']}-h{c['num_heads']}-k{c['topk']}+{c['extra_topk']}-b{c['batch']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN, ids=lambda c: f"{c['d_qk']}-h{c['num_heads']}-k{c['topk']}+{c['extra_topk']}-b{c['batch']}"
+)
 def test_golden_schedules(case):
-    lengths = decode_lengths(case["topk"], case["topk_length"], case["extra_topk"], case["extra_topk_length"], batch=case["batch"])
+    lengths = decode_lengths(
+        case["topk"], case["topk_length"], case["extra_topk"], case["extra_topk_length"], batch=case["batch"]
+    )
     assert num_sm_parts(case["num_heads"]) == case["num_sm_parts"]
     found = flashmla_schedule(lengths, case["num_sm_parts"])
     assert found.num_splits == case["num_splits"]
@@ -55,7 +68,7 @@ def check_plan(plan):
         for _, begin, end, slot in segments:
             assert slot == expected, "partials lie in the row's order"
             places = 1 if begin == 0 or not plan.chunk_blocks else -(-(end - begin) // plan.chunk_blocks)
-            filled[slot:slot + places] += 1
+            filled[slot : slot + places] += 1
             expected += places
         assert expected == plan.slot_starts[row + 1]
     assert (filled == 1).all()
@@ -102,7 +115,9 @@ def test_free_plan_folds_in_place_where_one_program_does_the_row():
 
 def test_programs_are_balanced():
     plan = make_plan("free-4", [64 * n for n in (3, 90, 17, 200, 1, 64)], 16, overhead_blocks=0)
-    work = [sum(e - b for _, b, e, _ in plan.segments[i:j]) for i, j in zip(plan.program_starts, plan.program_starts[1:])]
+    work = [
+        sum(e - b for _, b, e, _ in plan.segments[i:j]) for i, j in zip(plan.program_starts, plan.program_starts[1:])
+    ]
     assert max(work) <= 375 / 16 + 4
 
 
@@ -114,7 +129,7 @@ def test_flashmla_calls_obey_the_format(lengths, rule, parts):
     chosen = own_length_rule(rule)
     for call in calls:
         batch = call.end_row - call.first_row
-        blocks = [-(-n // 64) for n in lengths[call.first_row:call.end_row]]
+        blocks = [-(-n // 64) for n in lengths[call.first_row : call.end_row]]
         splits = np.diff(call.num_splits)
         assert list(splits) == [chosen.pieces(n) for n in blocks]
         assert len(call.parts) == parts and call.num_splits[-1] <= batch + parts
@@ -153,36 +168,61 @@ def _seconds(work):
     return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("lengths, kwargs, message", [
-    ([], {}, "empty"), ([5, -1], {}, "lengths\\[1\\] is -1"), ([1.5], {}, "1.5"), ([True], {}, "True"),
-    ([5], {"block_size": 0}, "block_size is 0"), ([5], {"num_sm_parts": 0}, "num_sm_parts is 0"),
-    ([5], {"fixed_overhead_blocks": -1}, "fixed_overhead_blocks is -1"), (None, {}, "empty"),
-])
+@pytest.mark.parametrize(
+    "lengths, kwargs, message",
+    [
+        ([], {}, "empty"),
+        ([5, -1], {}, "lengths\\[1\\] is -1"),
+        ([1.5], {}, "1.5"),
+        ([True], {}, "True"),
+        ([5], {"block_size": 0}, "block_size is 0"),
+        ([5], {"num_sm_parts": 0}, "num_sm_parts is 0"),
+        ([5], {"fixed_overhead_blocks": -1}, "fixed_overhead_blocks is -1"),
+        (None, {}, "empty"),
+    ],
+)
 def test_bad_schedules(lengths, kwargs, message):
     with pytest.raises(BadInput, match=message):
         flashmla_schedule(lengths, **kwargs)
 
 
-@pytest.mark.parametrize("args, message", [
-    ((512, None), "batch size"), ((512, [513]), "513"), ((0, [1]), "topk is 0"), ((512, [1, 2], 0, [1, 2]), "second cache"),
-    ((512, [1, 2], 64, [1]), "agree"), ((512, [-1]), "-1"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((512, None), "batch size"),
+        ((512, [513]), "513"),
+        ((0, [1]), "topk is 0"),
+        ((512, [1, 2], 0, [1, 2]), "second cache"),
+        ((512, [1, 2], 64, [1]), "agree"),
+        ((512, [-1]), "-1"),
+    ],
+)
 def test_bad_decode_lengths(args, message):
     with pytest.raises(BadInput, match=message):
         decode_lengths(*args)
 
 
-@pytest.mark.parametrize("name", ["", "free", "free-0", "by-length-4-4", "by-length", "fixed-count--2", "never-split-2", None])
+@pytest.mark.parametrize(
+    "name", ["", "free", "free-0", "by-length-4-4", "by-length", "fixed-count--2", "never-split-2", None]
+)
 def test_unknown_rules(name):
     with pytest.raises(BadInput, match="rule"):
         own_length_rule(name)
 
 
 def test_pieces_of_each_rule():
-    counts = {name: [own_length_rule(name).pieces(n) for n in (0, 1, 2, 8, 32)] for name in
-              ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "by-length-2-8")}
-    assert counts == {"never-split": [1, 1, 1, 1, 1], "root-length": [1, 1, 1, 3, 6], "fixed-count-4": [1, 1, 2, 4, 4],
-                      "fixed-chunk-4": [1, 1, 1, 2, 8], "free-16": [1, 1, 1, 1, 2], "by-length-2-8": [1, 1, 1, 2, 4]}
+    counts = {
+        name: [own_length_rule(name).pieces(n) for n in (0, 1, 2, 8, 32)]
+        for name in ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "by-length-2-8")
+    }
+    assert counts == {
+        "never-split": [1, 1, 1, 1, 1],
+        "root-length": [1, 1, 1, 3, 6],
+        "fixed-count-4": [1, 1, 2, 4, 4],
+        "fixed-chunk-4": [1, 1, 1, 2, 8],
+        "free-16": [1, 1, 1, 1, 2],
+        "by-length-2-8": [1, 1, 1, 2, 4],
+    }
 
 
 def test_flashmla_calls_refuse():

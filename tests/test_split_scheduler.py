@@ -14,8 +14,22 @@ from batch_variance.reporting.plots import split_scheduler as plots
 from batch_variance.schedules import flashmla_schedule
 from batch_variance.studies import split_scheduler as study
 
-SMALL = dict(lengths=[], distribution="uniform", batch=6, longest=200, heads=16, num_sm_parts=12, block_size=16, overhead=2,
-             rule="fixed-chunk-4", watched_row=1, batch_sizes=[1, 4, 64], arithmetic_batches=[2, 6], seed=0, device="cpu")
+SMALL = dict(
+    lengths=[],
+    distribution="uniform",
+    batch=6,
+    longest=200,
+    heads=16,
+    num_sm_parts=12,
+    block_size=16,
+    overhead=2,
+    rule="fixed-chunk-4",
+    watched_row=1,
+    batch_sizes=[1, 4, 64],
+    arithmetic_batches=[2, 6],
+    seed=0,
+    device="cpu",
+)
 
 
 def parameters(**changes):
@@ -41,12 +55,23 @@ def test_parameters_are_the_notebook_s():
     assert all(len(c.source.splitlines()) <= 15 for c in notebook.cells if c.cell_type == "code")
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(lengths=[5, -2]), "-2 is negative"), (dict(batch=0), "batch = 0"), (dict(block_size=0), "block_size = 0"),
-    (dict(block_size=48), "power of two"), (dict(rule="free"), "rule 'free' is unknown"), (dict(watched_row=6), "rows 0 to 5"),
-    (dict(batch=1, watched_row=0), "one row"), (dict(batch_sizes=[]), "one batch size"), (dict(distribution="normal"), "lognormal"),
-    (dict(num_sm_parts=0), "num_sm_parts = 0"), (dict(overhead=-1), "overhead = -1"), (dict(extra=1), "extra"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(lengths=[5, -2]), "-2 is negative"),
+        (dict(batch=0), "batch = 0"),
+        (dict(block_size=0), "block_size = 0"),
+        (dict(block_size=48), "power of two"),
+        (dict(rule="free"), "rule 'free' is unknown"),
+        (dict(watched_row=6), "rows 0 to 5"),
+        (dict(batch=1, watched_row=0), "one row"),
+        (dict(batch_sizes=[]), "one batch size"),
+        (dict(distribution="normal"), "lognormal"),
+        (dict(num_sm_parts=0), "num_sm_parts = 0"),
+        (dict(overhead=-1), "overhead = -1"),
+        (dict(extra=1), "extra"),
+    ],
+)
 def test_bad_parameters(change, message):
     with pytest.raises(BadInput, match=message):
         parameters(**change)
@@ -78,7 +103,9 @@ def test_split_counts_follow_the_batch_only_under_flashmla():
     assert neighbours[neighbours.schedule == p.rule].splits.nunique() == 1
     tree = study.trees(p)
     for _, part in tree.groupby(["schedule", "where"]):
-        assert part.begin_block.iloc[0] == 0 and (part.begin_block.to_numpy()[1:] == part.end_block.to_numpy()[:-1]).all()
+        assert (
+            part.begin_block.iloc[0] == 0 and (part.begin_block.to_numpy()[1:] == part.end_block.to_numpy()[:-1]).all()
+        )
 
 
 def test_lengths():
@@ -116,23 +143,36 @@ def test_verdicts_notice_a_planted_fault(decoded):
 def test_recorded_tables():
     for name in ("decode", "decode_bits", "decode_ulp"):
         frame = pd.read_csv(data_path("recorded", f"{name}.csv"))
-        assert set(frame.gpu) == {"NVIDIA H200"} and not frame[["driver", "torch", "triton", "commit", "date"]].isna().any().any()
+        assert (
+            set(frame.gpu) == {"NVIDIA H200"}
+            and not frame[["driver", "torch", "triton", "commit", "date"]].isna().any().any()
+        )
         assert not frame.commit.str.endswith("+").any()
-    columns = "benchmark kernel policy shape m metric unit value baseline ratio gpu driver torch triton commit date".split()
+    columns = (
+        "benchmark kernel policy shape m metric unit value baseline ratio gpu driver torch triton commit date".split()
+    )
     times = pd.read_csv(data_path("recorded", "decode.csv"))
     assert list(times.columns) == columns and not times.duplicated(["kernel", "policy", "shape", "m", "metric"]).any()
     assert times.policy.str.fullmatch(r"default|invariant-[a-z0-9-]+").all() and (times.value > 0).all()
     timed = times[times.metric == "time"]
     assert np.allclose(timed.ratio, timed.value / timed.baseline, rtol=2e-3)
-    assert {(h, k) for h in ("h64", "h128") for k in ("topk2048",)} <= {tuple(s.split()[::2][:2]) for s in timed["shape"]}
+    assert {(h, k) for h in ("h64", "h128") for k in ("topk2048",)} <= {
+        tuple(s.split()[::2][:2]) for s in timed["shape"]
+    }
     assert set(timed[timed.kernel == "flashmla"].m) == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
 
 
 def test_recorded_conclusions():
     for kernel in ("flashmla", "triton"):
         (varies, default), (keeps, own) = study.recorded_rate(kernel, False), study.recorded_rate(kernel, True)
-        assert varies.events == default.differ_split_changed == default.rows_split_changed and default.differ_split_same == 0
-        assert keeps.events == own.schedules_differ == own.rerun_differs == default.rerun_differs == 0 and keeps.trials > 1000
+        assert (
+            varies.events == default.differ_split_changed == default.rows_split_changed
+            and default.differ_split_same == 0
+        )
+        assert (
+            keeps.events == own.schedules_differ == own.rerun_differs == default.rerun_differs == 0
+            and keeps.trials > 1000
+        )
     against = study.by_length_against_single()
     assert against["cost"] < against["single_cost"] < study.EARLIER_BEST_SINGLE_RULE
     advice = study.recommendation()
@@ -151,10 +191,16 @@ def test_figures_are_drawn(decoded):
     tokens = study.batch_lengths(p)
     figures = [
         plots.gantt({"flashmla": study.gantt(p, tokens), p.rule: study.gantt(p, tokens, p.rule)}, p.watched_row),
-        plots.split_counts(study.splits_against_batch(p), "batch", "rows"), plots.trees(study.trees(p)),
-        plots.ulp_histogram(histogram), plots.ulp_histogram(study.recorded_ulps(), "ulp_up_to"), plots.errors(rows),
+        plots.split_counts(study.splits_against_batch(p), "batch", "rows"),
+        plots.trees(study.trees(p)),
+        plots.ulp_histogram(histogram),
+        plots.ulp_histogram(study.recorded_ulps(), "ulp_up_to"),
+        plots.errors(rows),
         plots.costs(study.costs(), ["invariant-root-length"]),
     ]
     for figure in figures:
-        assert all(ax.get_xlabel() for ax in figure.axes) and figure.axes[0].get_lines() + figure.axes[0].patches + figure.axes[0].collections
+        assert (
+            all(ax.get_xlabel() for ax in figure.axes)
+            and figure.axes[0].get_lines() + figure.axes[0].patches + figure.axes[0].collections
+        )
         matplotlib.pyplot.close(figure)

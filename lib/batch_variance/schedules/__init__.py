@@ -6,7 +6,21 @@ from .plan import BATCH_WIDE, Plan, Segment, make_plan, one_program_a_row, plan_
 from .rules import KINDS, Rule, own_length_rule
 
 __all__ = [
-    "BATCH_WIDE", "FlashMLACall", "FlashMLASchedule", "KINDS", "Part", "Plan", "Rule", "Segment", "decode_lengths",
-    "flashmla_calls", "flashmla_schedule", "make_plan", "num_sm_parts", "one_program_a_row", "own_length_rule",
-    "plan_by_rule", "plan_from_schedule",
+    "BATCH_WIDE",
+    "FlashMLACall",
+    "FlashMLASchedule",
+    "KINDS",
+    "Part",
+    "Plan",
+    "Rule",
+    "Segment",
+    "decode_lengths",
+    "flashmla_calls",
+    "flashmla_schedule",
+    "make_plan",
+    "num_sm_parts",
+    "one_program_a_row",
+    "own_length_rule",
+    "plan_by_rule",
+    "plan_from_schedule",
 ]

@@ -17,8 +17,8 @@ H200_SMS = 132
 class Part(NamedTuple):
     """What one SM part does: rows ``begin_req_idx`` to ``end_req_idx`` (inclusive), in blocks of the KV cache.
 
-    ``begin_block_idx`` (inclusive) counts in the first row, ``end_block_idx`` (exclusive) in the last. The two flags say
-    that the first or last row is shared with another part, so that its result goes through the combine step.
+    ``begin_block_idx`` (inclusive) counts in the first row, ``end_block_idx`` (exclusive) in the last. The two flags
+    say that the first or last row is shared with another part, so that its result goes through the combine step.
     A part whose ``begin_req_idx`` equals the batch size is idle.
     """
 
@@ -93,15 +93,20 @@ def decode_lengths(
     block_size = at_least(block_size, 1, "block_size")
     if extra_topk_length is not None and extra_topk == 0:
         raise BadInput("extra_topk_length was given without extra_topk: there is no second cache to count in.")
-    rows = [whole_numbers(v, n) for v, n in ((topk_length, "topk_length"), (extra_topk_length, "extra_topk_length"))
-            if v is not None]
+    rows = [
+        whole_numbers(v, n)
+        for v, n in ((topk_length, "topk_length"), (extra_topk_length, "extra_topk_length"))
+        if v is not None
+    ]
     sizes = {len(r) for r in rows} | ({at_least(batch, 1, "batch")} if batch is not None else set())
     if len(sizes) != 1:
         said = f"{sorted(sizes)} rows" if sizes else "no batch size"
         raise BadInput(f"topk_length, extra_topk_length and batch say {said}: they must agree on one batch size.")
     size = sizes.pop()
     first = whole_numbers(topk_length, "topk_length") if topk_length is not None else [topk] * size
-    second = whole_numbers(extra_topk_length, "extra_topk_length") if extra_topk_length is not None else [extra_topk] * size
+    second = (
+        whole_numbers(extra_topk_length, "extra_topk_length") if extra_topk_length is not None else [extra_topk] * size
+    )
     for name, values, most in (("topk_length", first, topk), ("extra_topk_length", second, extra_topk)):
         if max(values) > most:
             raise BadInput(f"{name} holds {max(values)}, more than the {most} indices that a row has.")

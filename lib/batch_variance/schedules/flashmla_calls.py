@@ -46,7 +46,9 @@ def flashmla_calls(
     bounds = [rule.bounds(n) for n in blocks]
     most = max(len(edges) - 1 for edges in bounds)
     if most > parts:
-        raise BadInput(f"rule {rule.name} cuts a row into {most} pieces, more than the {parts} SM parts that a call has.")
+        raise BadInput(
+            f"rule {rule.name} cuts a row into {most} pieces, more than the {parts} SM parts that a call has."
+        )
     middles = [max(len(edges) - 2, 0) for edges in bounds]  # parts, and buffer places, that a row adds to a call
     calls = _shares(middles, parts - 1)
     return [_call(first, end, bounds[first:end], parts, overhead_blocks) for first, end in calls]
@@ -54,6 +56,7 @@ def flashmla_calls(
 
 def _shares(weights: list[int], room: int) -> list[tuple[int, int]]:
     """Cut rows into the fewest runs whose weights fit ``room``, then even the runs out."""
+
     def runs(limit):
         found, first, held = [], 0, 0
         for row, weight in enumerate(weights):

@@ -141,8 +141,13 @@ def plan_by_rule(
     return _plan(rule.name, tokens, size, rule.chunk_blocks if rule.folds else 0, segments, starts, slot_starts, counts)
 
 
-def make_plan(rule: str, lengths: Sequence[int], num_programs: int, block_size: int = BLOCK_SIZE,
-              overhead_blocks: int = FIXED_OVERHEAD_BLOCKS) -> Plan:
+def make_plan(
+    rule: str,
+    lengths: Sequence[int],
+    num_programs: int,
+    block_size: int = BLOCK_SIZE,
+    overhead_blocks: int = FIXED_OVERHEAD_BLOCKS,
+) -> Plan:
     """The plan of a rule by name: ``flashmla`` for the batch-wide schedule, or an own-length rule."""
     if rule == BATCH_WIDE:
         return plan_from_schedule(flashmla_schedule(lengths, num_programs, block_size, overhead_blocks))
@@ -158,10 +163,20 @@ def one_program_a_row(plan: Plan) -> Plan:
         raise BadInput(f"rule {plan.rule!r} does not fold in place: only a free rule can run a row in one program.")
     rows = range(plan.batch)
     segments = [(row, 0, n, -1) for row, n in zip(rows, block_counts(plan.lengths, plan.block_size))]
-    return _plan(plan.rule, plan.lengths, plan.block_size, plan.chunk_blocks, segments, range(plan.batch + 1),
-                 [0] * (plan.batch + 1), plan.pieces)
+    return _plan(
+        plan.rule,
+        plan.lengths,
+        plan.block_size,
+        plan.chunk_blocks,
+        segments,
+        range(plan.batch + 1),
+        [0] * (plan.batch + 1),
+        plan.pieces,
+    )
 
 
 def _plan(rule, lengths, size, chunk, segments, starts, slots, pieces) -> Plan:
-    rows, work, starts, slots, pieces = (np.asarray(v, dtype=np.int32) for v in (lengths, segments, starts, slots, pieces))
+    rows, work, starts, slots, pieces = (
+        np.asarray(v, dtype=np.int32) for v in (lengths, segments, starts, slots, pieces)
+    )
     return Plan(rule, rows, size, chunk, np.ascontiguousarray(work.reshape(-1, 4)), starts, slots, pieces)

@@ -45,7 +45,7 @@ class Rule:
         if self.kind == "never-split":
             return 1
         if self.kind == "root-length":
-            return max(round(blocks ** 0.5), 1)
+            return max(round(blocks**0.5), 1)
         wanted = self.values[0] if self.kind == "fixed-count" else 2 ** sum(blocks > limit for limit in self.values)
         return max(min(wanted, blocks), 1)
 
@@ -60,12 +60,15 @@ class Rule:
 
 
 def own_length_rule(name: str) -> Rule:
-    """The rule of that name, such as ``never-split``, ``fixed-count-4``, ``fixed-chunk-8``, ``free-4``, ``by-length-4-16``.
+    """The rule of that name, such as ``never-split``, ``fixed-count-4``, ``fixed-chunk-8``, ``free-4``,
+    ``by-length-4-16``.
 
     Numbers are pieces (fixed-count) or blocks (the others). Raises BadInput for an unknown name, a zero, or
     by-length thresholds that do not rise.
     """
-    found = re.fullmatch(r"(never-split|root-length)|(fixed-count|fixed-chunk|free)-(\d+)|(by-length)((?:-\d+)+)", str(name))
+    found = re.fullmatch(
+        r"(never-split|root-length)|(fixed-count|fixed-chunk|free)-(\d+)|(by-length)((?:-\d+)+)", str(name)
+    )
     if not found:
         raise BadInput(f"rule {name!r} is unknown: give one of {', '.join(KINDS)} with numbers for the capitals.")
     plain, counted, number, by_length, limits = found.groups()

@@ -20,7 +20,9 @@ from ..numerics import row_scaled_ulp, ulp_distance
 from ..schedules import BATCH_WIDE, decode_lengths, flashmla_schedule, make_plan, own_length_rule
 from .parameters import StudyParameters
 
-EARLIER_BEST_SINGLE_RULE = 1.395  # fixed-chunk-4, batches 1 to 256, an H200 on 2026-11-30, one part a piece and one stream
+EARLIER_BEST_SINGLE_RULE = (
+    1.395  # fixed-chunk-4, batches 1 to 256, an H200 on 2026-11-30, one part a piece and one stream
+)
 BATCH_RANGES = ((1, 8), (16, 32), (64, 128), (256, 512), (1, 32), (64, 512), (1, 256), (1, 512))
 ULP_BINS = (0, 1, 2, 4, 8, 16, 64, 1024, np.inf)
 
@@ -120,6 +122,7 @@ def plan_of(p: Parameters, lengths: list[int], rule: str = BATCH_WIDE):
 
 # ---------------------------------------------------------------- schedules
 
+
 @cache
 def golden() -> list[dict]:
     return json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
@@ -127,10 +130,14 @@ def golden() -> list[dict]:
 
 def golden_matches(overhead: int = 5) -> Rate:
     """Recorded FlashMLA schedules that ``flashmla_schedule`` reproduces to the integer, of all."""
+
     def same(case):
-        lengths = decode_lengths(case["topk"], case["topk_length"], case["extra_topk"], case["extra_topk_length"], batch=case["batch"])
+        lengths = decode_lengths(
+            case["topk"], case["topk_length"], case["extra_topk"], case["extra_topk_length"], batch=case["batch"]
+        )
         found = flashmla_schedule(lengths, case["num_sm_parts"], fixed_overhead_blocks=overhead)
         return found.num_splits == case["num_splits"] and [list(part) for part in found.parts] == case["parts"]
+
     return Rate(sum(map(same, golden())), len(golden()))
 
 
@@ -141,15 +148,18 @@ def gantt(p: Parameters, lengths: list[int], rule: str = BATCH_WIDE) -> pd.DataF
     found = []
     for part in range(plan.programs):
         clock = 0
-        for row, begin, end, _ in plan.segments[plan.program_starts[part]:plan.program_starts[part + 1]].tolist():
+        for row, begin, end, _ in plan.segments[plan.program_starts[part] : plan.program_starts[part + 1]].tolist():
             stop = clock + p.overhead + end - begin
-            found.append({"part": part, "row": row, "begin_block": begin, "end_block": end, "start": clock, "stop": stop})
+            found.append(
+                {"part": part, "row": row, "begin_block": begin, "end_block": end, "start": clock, "stop": stop}
+            )
             clock = stop
     return pd.DataFrame(found)
 
 
 def splits_against_batch(p: Parameters) -> pd.DataFrame:
-    """Split count of a row of ``longest`` tokens as row 0 of batches of the sizes in ``batch_sizes``: batch, schedule, splits."""
+    """Split count of a row of ``longest`` tokens as row 0 of batches of the sizes in ``batch_sizes``: batch, schedule,
+    splits."""
     found = []
     for batch in p.batch_sizes:
         lengths = [p.longest] + batch_lengths(p, batch, seed=1)[1:]
@@ -164,9 +174,15 @@ def splits_against_neighbour(p: Parameters) -> pd.DataFrame:
     neighbour = (p.watched_row + 1) % len(lengths)
     found = []
     for tokens in np.unique(np.geomspace(1, 64 * p.longest, 60).astype(int)).tolist():
-        changed = [*lengths[:neighbour], tokens, *lengths[neighbour + 1:]]
+        changed = [*lengths[:neighbour], tokens, *lengths[neighbour + 1 :]]
         for rule in (BATCH_WIDE, p.rule):
-            found.append({"neighbour_tokens": tokens, "schedule": rule, "splits": int(plan_of(p, changed, rule).pieces[p.watched_row])})
+            found.append(
+                {
+                    "neighbour_tokens": tokens,
+                    "schedule": rule,
+                    "splits": int(plan_of(p, changed, rule).pieces[p.watched_row]),
+                }
+            )
     return pd.DataFrame(found)
 
 
@@ -177,12 +193,15 @@ def trees(p: Parameters) -> pd.DataFrame:
     for rule in (BATCH_WIDE, p.rule):
         for where, some, row in (("alone", [lengths[p.watched_row]], 0), ("in the batch", lengths, p.watched_row)):
             bounds = plan_of(p, some, rule).bounds_of(row)
-            found += [{"schedule": rule, "where": where, "piece": i, "begin_block": a, "end_block": b}
-                      for i, (a, b) in enumerate(zip(bounds, bounds[1:]))]
+            found += [
+                {"schedule": rule, "where": where, "piece": i, "begin_block": a, "end_block": b}
+                for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            ]
     return pd.DataFrame(found)
 
 
 # ---------------------------------------------------------------- arithmetic
+
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
@@ -198,22 +217,28 @@ def _other_contents(inputs: DecodeInputs, row: int) -> DecodeInputs:
     """The batch with every other row's query replaced: shapes and lengths kept."""
     q = inputs.q.flip(0).clone()
     q[row] = inputs.q[row]
-    return DecodeInputs(q, tuple(Cache(c.keys, c.values, c.lengths, c.block_table, c.indices) for c in inputs.caches), inputs.d_v, inputs.scale)
+    return DecodeInputs(
+        q,
+        tuple(Cache(c.keys, c.values, c.lengths, c.block_table, c.indices) for c in inputs.caches),
+        inputs.d_v,
+        inputs.scale,
+    )
 
 
 def _one_rounding_more(out: torch.Tensor) -> torch.Tensor:
     """The values moved up and down in turn by 2**-9 of themselves, bfloat16's largest rounding error."""
     sign = 1.0 - 2.0 * (torch.arange(out.shape[-1], device=out.device) % 2)
-    return out.float() * (1 + sign * 2.0 ** -9)
+    return out.float() * (1 + sign * 2.0**-9)
 
 
 def solo_against_batch(p: Parameters) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Each row of each batch in ``arithmetic_batches``, decoded in the batch and alone, under FlashMLA's schedule and the rule.
+    """Each row of each batch in ``arithmetic_batches``, decoded in the batch and alone, under FlashMLA's schedule and
+    the rule.
 
     Returns one frame with a row a decoded row: schedule, batch, row, tokens, splits_batch, splits_solo, rerun_differs,
-    contents_differs, solo_differs, values_differ, values, max_row_scaled_ulp, error_batch, error_solo, error_coarse (relative
-    to float64; coarse is the solo result with one rounding more, a positive control); and a ULP histogram: schedule,
-    ulp_from, ulp_to, values. contents_differs is looked at in row 0.
+    contents_differs, solo_differs, values_differ, values, max_row_scaled_ulp, error_batch, error_solo, error_coarse
+    (relative to float64; coarse is the solo result with one rounding more, a positive control); and a ULP histogram:
+    schedule, ulp_from, ulp_to, values. contents_differs is looked at in row 0.
     """
     rows, counts = [], {}
     for batch in p.arithmetic_batches:
@@ -230,23 +255,38 @@ def solo_against_batch(p: Parameters) -> tuple[pd.DataFrame, pd.DataFrame]:
                 distance = ulp_distance(out[row], solo)
                 counts[rule] = counts.get(rule, 0) + np.histogram(distance.cpu().numpy().ravel(), bins=ULP_BINS)[0]
                 coarse = _one_rounding_more(solo)
-                errors = {name: float((x.double() - truth[row]).norm() / truth[row].norm())
-                          for name, x in (("batch", out[row]), ("solo", solo), ("coarse", coarse))}
-                rows.append({
-                    "schedule": rule, "batch": batch, "row": row, "tokens": lengths[row], "splits_batch": int(plan.pieces[row]),
-                    "splits_solo": int(alone.pieces[0]), "rerun_differs": _bits_differ(out[row], again[row]),
-                    "contents_differs": row == 0 and _bits_differ(out[0], swapped[0]), "solo_differs": _bits_differ(out[row], solo),
-                    "values_differ": int((distance > 0).sum()), "values": distance.numel(),
-                    "max_row_scaled_ulp": float(row_scaled_ulp(out[row].flatten(), solo.flatten()).max()),
-                    **{f"error_{name}": value for name, value in errors.items()},
-                })
-    histogram = [{"schedule": rule, "ulp_from": low, "ulp_to": high, "values": int(n)}
-                 for rule, found in counts.items() for low, high, n in zip(ULP_BINS, ULP_BINS[1:], found)]
+                errors = {
+                    name: float((x.double() - truth[row]).norm() / truth[row].norm())
+                    for name, x in (("batch", out[row]), ("solo", solo), ("coarse", coarse))
+                }
+                rows.append(
+                    {
+                        "schedule": rule,
+                        "batch": batch,
+                        "row": row,
+                        "tokens": lengths[row],
+                        "splits_batch": int(plan.pieces[row]),
+                        "splits_solo": int(alone.pieces[0]),
+                        "rerun_differs": _bits_differ(out[row], again[row]),
+                        "contents_differs": row == 0 and _bits_differ(out[0], swapped[0]),
+                        "solo_differs": _bits_differ(out[row], solo),
+                        "values_differ": int((distance > 0).sum()),
+                        "values": distance.numel(),
+                        "max_row_scaled_ulp": float(row_scaled_ulp(out[row].flatten(), solo.flatten()).max()),
+                        **{f"error_{name}": value for name, value in errors.items()},
+                    }
+                )
+    histogram = [
+        {"schedule": rule, "ulp_from": low, "ulp_to": high, "values": int(n)}
+        for rule, found in counts.items()
+        for low, high, n in zip(ULP_BINS, ULP_BINS[1:], found)
+    ]
     return pd.DataFrame(rows), pd.DataFrame(histogram)
 
 
 def verdicts(rows: pd.DataFrame, p: Parameters) -> dict:
-    """Counts for the checks, of ``solo_against_batch``'s frame: rates and controls of FlashMLA's schedule and of the rule."""
+    """Counts for the checks, of ``solo_against_batch``'s frame: rates and controls of FlashMLA's schedule and of the
+    rule."""
     default, own = rows[rows.schedule == BATCH_WIDE], rows[rows.schedule == p.rule]
     changed = default.splits_batch != default.splits_solo
     moved = default[default.solo_differs]
@@ -270,6 +310,7 @@ def tier(p: Parameters) -> str:
 
 # ---------------------------------------------------------------- recorded on the GPU
 
+
 @cache
 def _recorded(name: str) -> pd.DataFrame:
     return pd.read_csv(data_path("recorded", f"{name}.csv"))
@@ -282,14 +323,25 @@ def recorded_on() -> str:
 
 
 def recorded_bits() -> pd.DataFrame:
-    """One row a kernel and policy: rows checked, re-runs and rows that differ, by whether the split count changed, with the
-    95% interval of the solo rate; ``schedules_differ`` counts other schedules of the same rule that changed a bit."""
+    """One row a kernel and policy: rows checked, re-runs and rows that differ, by whether the split count changed,
+    with the 95% interval of the solo rate; ``schedules_differ`` counts other schedules of the same rule that changed a
+    bit."""
     found = _recorded("decode_bits").fillna({"schedules_tried": 0, "schedules_differ": 0})
-    columns = ["rows_checked", "rerun_differs", "solo_differs", "rows_split_changed", "differ_split_changed", "differ_split_same",
-               "schedules_tried", "schedules_differ"]
+    columns = [
+        "rows_checked",
+        "rerun_differs",
+        "solo_differs",
+        "rows_split_changed",
+        "differ_split_changed",
+        "differ_split_same",
+        "schedules_tried",
+        "schedules_differ",
+    ]
     table = found.groupby(["kernel", "policy"])[columns].sum().astype(int).reset_index()
     table.insert(2, "batches", found.groupby(["kernel", "policy"]).size().to_numpy())
-    table["solo_interval"] = ["{:.1%} to {:.1%}".format(*Rate(r.solo_differs, r.rows_checked).interval) for r in table.itertuples()]
+    table["solo_interval"] = [
+        "{:.1%} to {:.1%}".format(*Rate(r.solo_differs, r.rows_checked).interval) for r in table.itertuples()
+    ]
     return table
 
 
@@ -305,12 +357,16 @@ def recorded_precision() -> dict:
     """FlashMLA's default schedule: of values that differ, in how many batches the batched row lay nearer to float64."""
     found = _recorded("decode_bits")
     found = found[(found.kernel == "flashmla") & (found.policy == "default")].dropna(subset=["error_batch"])
-    return {"nearer": Rate(int((found.error_batch < found.error_solo).sum()), len(found)),
-            "error_batch": float(found.error_batch.median()), "error_solo": float(found.error_solo.median())}
+    return {
+        "nearer": Rate(int((found.error_batch < found.error_solo).sum()), len(found)),
+        "error_batch": float(found.error_batch.median()),
+        "error_solo": float(found.error_solo.median()),
+    }
 
 
 def recorded_ulps(kernel: str = "flashmla") -> pd.DataFrame:
-    """ULP histogram of the rows that differ under the default schedule: ulp_up_to (upper edge of the bin), values, share."""
+    """ULP histogram of the rows that differ under the default schedule: ulp_up_to (upper edge of the bin), values,
+    share."""
     found = _recorded("decode_ulp")
     found = found[(found.kernel == kernel) & (found.policy == "default")]
     table = found.groupby("ulp_up_to", sort=False)["values"].sum().reset_index()
@@ -336,8 +392,16 @@ def cost_by_range(kernel: str = "flashmla") -> pd.DataFrame:
         inside = found[(found.m >= low) & (found.m <= high)]
         for policy, part in inside.groupby("policy"):
             if len(part) == len(inside[inside.policy == "default"]):  # measured in every shape and batch of the range
-                rows.append({"policy": policy, "low": low, "high": high, "cost": geometric_mean(part.ratio), "worst": part.ratio.max(),
-                             "configurations": len(part)})
+                rows.append(
+                    {
+                        "policy": policy,
+                        "low": low,
+                        "high": high,
+                        "cost": geometric_mean(part.ratio),
+                        "worst": part.ratio.max(),
+                        "configurations": len(part),
+                    }
+                )
     return pd.DataFrame(rows)
 
 
@@ -353,8 +417,17 @@ def recommendation(kernel: str = "flashmla") -> pd.DataFrame:
         ranked = table[(table.low == low) & (table.high == high)]
         if len(ranked) > 1:
             best, second = ranked.iloc[0], ranked.iloc[1]
-            rows.append({"batches": f"{low} to {high}", "rule": best.policy.removeprefix("invariant-"), "cost": best.cost, "worst": best.worst,
-                         "runner_up": second.policy.removeprefix("invariant-"), "runner_up_cost": second.cost, "configurations": best.configurations})
+            rows.append(
+                {
+                    "batches": f"{low} to {high}",
+                    "rule": best.policy.removeprefix("invariant-"),
+                    "cost": best.cost,
+                    "worst": best.worst,
+                    "runner_up": second.policy.removeprefix("invariant-"),
+                    "runner_up_cost": second.cost,
+                    "configurations": best.configurations,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -364,5 +437,10 @@ def by_length_against_single(low: int = 1, high: int = 256) -> dict:
     table = table[(table.low == low) & (table.high == high)]
     adaptive = table[table.policy.str.contains("by-length|root-length")].sort_values("cost").iloc[0]
     single = table[table.policy.str.contains("fixed|never")].sort_values("cost").iloc[0]
-    return {"rule": adaptive.policy.removeprefix("invariant-"), "cost": adaptive.cost, "single": single.policy.removeprefix("invariant-"),
-            "single_cost": single.cost, "configurations": int(adaptive.configurations)}
+    return {
+        "rule": adaptive.policy.removeprefix("invariant-"),
+        "cost": adaptive.cost,
+        "single": single.policy.removeprefix("invariant-"),
+        "single_cost": single.cost,
+        "configurations": int(adaptive.configurations),
+    }

@@ -1,7 +1,8 @@
-"""Measures split-KV decode on a GPU and writes ``data/recorded``: bits of a row alone and in a batch, and what each rule costs.
+"""Measures split-KV decode on a GPU and writes ``data/recorded``: bits of a row alone and in a batch, and what each
+rule costs.
 
-Two kernels are measured: this project's Triton kernels, and FlashMLA where its extension is found. Correctness comes first,
-then bits, then CUDA-graph timings; what fails is reported and the rest goes on. Run it on the GPU machine as
+Two kernels are measured: this project's Triton kernels, and FlashMLA where its extension is found. Correctness comes
+first, then bits, then CUDA-graph timings; what fails is reported and the rest goes on. Run it on the GPU machine as
 ``python -m batch_variance.studies.split_scheduler_recording OUT [check] [tune] [bits] [time]``.
 """
 
@@ -17,21 +18,57 @@ import torch
 
 from ..common.provenance import gpu_columns
 from ..hooks import flashmla
-from ..kernels.decode import Cache, DecodeInputs, DevicePlan, Tile, Workspace, default_tile, emulate, exact, launch, programs_for
+from ..kernels.decode import (
+    Cache,
+    DecodeInputs,
+    DevicePlan,
+    Tile,
+    Workspace,
+    default_tile,
+    emulate,
+    exact,
+    launch,
+    programs_for,
+)
 from ..numerics import row_scaled_ulp, ulp_distance
 from ..schedules import BATCH_WIDE, make_plan, one_program_a_row
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHECKED_ROWS = 24
 POOL_PAGES = 16384
-FLASHMLA_RULES = ("never-split", "fixed-count-2", "fixed-count-3", "fixed-count-4", "fixed-count-6", "fixed-count-8", "fixed-chunk-4",
-                  "fixed-chunk-8", "fixed-chunk-16", "root-length", "by-length-2-8", "by-length-4-16", "by-length-1-4-16", "by-length-8-24")
-FLASHMLA_BITS_RULES = ("never-split", "fixed-count-2", "fixed-count-4", "fixed-count-8", "fixed-chunk-4", "fixed-chunk-8", "root-length",
-                       "by-length-2-8", "by-length-1-4-16")
+FLASHMLA_RULES = (
+    "never-split",
+    "fixed-count-2",
+    "fixed-count-3",
+    "fixed-count-4",
+    "fixed-count-6",
+    "fixed-count-8",
+    "fixed-chunk-4",
+    "fixed-chunk-8",
+    "fixed-chunk-16",
+    "root-length",
+    "by-length-2-8",
+    "by-length-4-16",
+    "by-length-1-4-16",
+    "by-length-8-24",
+)
+FLASHMLA_BITS_RULES = (
+    "never-split",
+    "fixed-count-2",
+    "fixed-count-4",
+    "fixed-count-8",
+    "fixed-chunk-4",
+    "fixed-chunk-8",
+    "root-length",
+    "by-length-2-8",
+    "by-length-1-4-16",
+)
 STREAMS = (1, 2, 4)
 FLASHMLA_SHAPES = ((64, 512), (64, 2048), (128, 2048))
-TRITON_RULES = {"grouped": ("free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
-                "latent": ("free-2", "free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split")}
+TRITON_RULES = {
+    "grouped": ("free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
+    "latent": ("free-2", "free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
+}
 ULP_EDGES = (0, 1, 2, 4, 8, 16, 64, 1024)
 
 
@@ -45,7 +82,8 @@ def differs(a, b) -> bool:
 
 
 def graph_microseconds(calls: list[Callable[[], object]], replays: int = 12) -> float:
-    """Median time of one call in microseconds: the calls (one input set each, so that no cache stays warm) in one graph."""
+    """Median time of one call in microseconds: the calls (one input set each, so that no cache stays warm) in one
+    graph."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -72,12 +110,16 @@ def compare(batch, rerun, solos: dict, splits_batch, splits_solo: dict, truth=No
     """
     rows = list(solos)
     changed = {row: int(splits_batch[row]) != int(splits_solo[row]) for row in rows}
-    different = [row for row in rows if differs([t[row:row + 1] for t in batch], solos[row])]
+    different = [row for row in rows if differs([t[row : row + 1] for t in batch], solos[row])]
     found = {
-        "rows_checked": len(rows), "rerun_differs": int(differs(batch, rerun)), "solo_differs": len(different),
-        "rows_split_changed": sum(changed.values()), "differ_split_changed": sum(changed[r] for r in different),
+        "rows_checked": len(rows),
+        "rerun_differs": int(differs(batch, rerun)),
+        "solo_differs": len(different),
+        "rows_split_changed": sum(changed.values()),
+        "differ_split_changed": sum(changed[r] for r in different),
         "differ_split_same": sum(not changed[r] for r in different),
-        "splits_low": int(min(splits_batch)), "splits_high": int(max(splits_batch)),
+        "splits_low": int(min(splits_batch)),
+        "splits_high": int(max(splits_batch)),
     }
     histogram = {}
     if different:
@@ -89,40 +131,67 @@ def compare(batch, rerun, solos: dict, splits_batch, splits_solo: dict, truth=No
         slots = torch.bucketize(distance.flatten(), edges)
         counts = torch.bincount(slots, minlength=len(ULP_EDGES) + 1).tolist()
         histogram = dict(zip([*map(str, ULP_EDGES), "more"], counts))
-        found |= {"values": a.numel(), "values_differ": int((distance > 0).sum()), "ulp_median": float(distance[distance > 0].double().median()),
-                  "ulp_max": int(distance.max()), "row_scaled_ulp_max": float(scaled.max())}
+        found |= {
+            "values": a.numel(),
+            "values_differ": int((distance > 0).sum()),
+            "ulp_median": float(distance[distance > 0].double().median()),
+            "ulp_max": int(distance.max()),
+            "row_scaled_ulp_max": float(scaled.max()),
+        }
         if truth is not None:
             inside = [row for row in different if row < len(truth)]
             if inside:
-                a, b, t = (torch.stack([x[row] for row in inside]) for x in (batch[0], {r: solos[r][0][0] for r in inside}, truth))
+                a, b, t = (
+                    torch.stack([x[row] for row in inside])
+                    for x in (batch[0], {r: solos[r][0][0] for r in inside}, truth)
+                )
                 far_a, far_b = (a.double() - t).abs(), (b.double() - t).abs()
-                found |= {"batch_closer": int((far_a < far_b).sum()), "solo_closer": int((far_b < far_a).sum()),
-                          "error_batch": float((a.double() - t).norm() / t.norm()), "error_solo": float((b.double() - t).norm() / t.norm())}
+                found |= {
+                    "batch_closer": int((far_a < far_b).sum()),
+                    "solo_closer": int((far_b < far_a).sum()),
+                    "error_batch": float((a.double() - t).norm() / t.norm()),
+                    "error_solo": float((b.double() - t).norm() / t.norm()),
+                }
     return found, histogram
 
 
 def checked_rows(batch: int) -> list[int]:
-    return list(range(batch)) if batch <= CHECKED_ROWS else sorted(np.random.default_rng(batch).choice(batch, CHECKED_ROWS, replace=False).tolist())
+    return (
+        list(range(batch))
+        if batch <= CHECKED_ROWS
+        else sorted(np.random.default_rng(batch).choice(batch, CHECKED_ROWS, replace=False).tolist())
+    )
 
 
 # ---------------------------------------------------------------- this project's kernels
+
 
 def grouped_inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     """64 query and 8 key/value heads of 128 over shuffled pages of a shared pool."""
     keys, values = pool
     generator = torch.Generator("cuda").manual_seed(seed)
     pages = -(-max(lengths) // 64)
-    table = torch.randperm(POOL_PAGES, generator=generator, device="cuda")[: pages * len(lengths)].view(len(lengths), pages).int()
+    table = (
+        torch.randperm(POOL_PAGES, generator=generator, device="cuda")[: pages * len(lengths)]
+        .view(len(lengths), pages)
+        .int()
+    )
     q = torch.randn(len(lengths), 64, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
-    return DecodeInputs(q, (Cache(keys, values, torch.tensor(lengths, dtype=torch.int32, device="cuda"), table.contiguous()),), 128)
+    return DecodeInputs(
+        q, (Cache(keys, values, torch.tensor(lengths, dtype=torch.int32, device="cuda"), table.contiguous()),), 128
+    )
 
 
 def latent_inputs(latent, lengths: list[int], heads: int, topk: int, seed: int) -> DecodeInputs:
     """Sparse MLA over a shared latent pool ``[pages, 64, 1, d_qk]``."""
     generator = torch.Generator("cuda").manual_seed(seed)
     q = torch.randn(len(lengths), heads, latent.shape[3], generator=generator, device="cuda", dtype=torch.bfloat16)
-    indices = torch.randint(0, latent.shape[0] * 64, (len(lengths), topk), generator=generator, device="cuda", dtype=torch.int32)
-    return DecodeInputs(q, (Cache(latent, None, torch.tensor(lengths, dtype=torch.int32, device="cuda"), indices=indices),), 512)
+    indices = torch.randint(
+        0, latent.shape[0] * 64, (len(lengths), topk), generator=generator, device="cuda", dtype=torch.int32
+    )
+    return DecodeInputs(
+        q, (Cache(latent, None, torch.tensor(lengths, dtype=torch.int32, device="cuda"), indices=indices),), 512
+    )
 
 
 def drawn_lengths(batch: int, longest: int, kind: str, seed: int) -> list[int]:
@@ -139,16 +208,28 @@ def triton_cases(quick: bool = False):
         for kind in ("full", "ragged"):
             for batch in BATCHES:
                 if batch * longest <= POOL_PAGES * 64 and batch <= 256 and not (quick and batch not in (1, 16, 128)):
-                    yield ("grouped", f"h64 kv8 d128 {longest} {kind}", batch,
-                           lambda seed, b=batch, n=longest, k=kind: grouped_inputs((keys, values), drawn_lengths(b, n, k, seed), seed))
+                    yield (
+                        "grouped",
+                        f"h64 kv8 d128 {longest} {kind}",
+                        batch,
+                        lambda seed, b=batch, n=longest, k=kind: grouped_inputs(
+                            (keys, values), drawn_lengths(b, n, k, seed), seed
+                        ),
+                    )
     for d_qk in (576, 512):
         latent = torch.randn(4096, 64, 1, d_qk, device="cuda", dtype=torch.bfloat16)
         for heads, topk in FLASHMLA_SHAPES:
             kind = "full" if d_qk == 576 else "ragged"
             for batch in BATCHES:
                 if batch <= 256 and not (quick and batch not in (1, 16, 128)):
-                    yield ("latent", f"h{heads} d{d_qk} topk{topk} {kind}", batch,
-                           lambda seed, b=batch, n=topk, k=kind, h=heads, pool=latent: latent_inputs(pool, drawn_lengths(b, n, k, seed), h, n, seed))
+                    yield (
+                        "latent",
+                        f"h{heads} d{d_qk} topk{topk} {kind}",
+                        batch,
+                        lambda seed, b=batch, n=topk, k=kind, h=heads, pool=latent: latent_inputs(
+                            pool, drawn_lengths(b, n, k, seed), h, n, seed
+                        ),
+                    )
 
 
 def programs_tried(inputs: DecodeInputs) -> list[int]:
@@ -173,7 +254,10 @@ def triton_bits(shape, batch, rule, make) -> tuple[dict, dict]:
     found["schedules_tried"] = 1
     found["schedules_differ"] = 0
     if rule.startswith("free"):
-        plans = [make_plan(rule, lengths, n, 64, o) for n, o in ((1, 5), (7, 5), (programs * 2, 0), (programs * 4, 5), (997, 3))]
+        plans = [
+            make_plan(rule, lengths, n, 64, o)
+            for n, o in ((1, 5), (7, 5), (programs * 2, 0), (programs * 4, 5), (997, 3))
+        ]
         plans += [one_program_a_row(plan), make_plan("fixed-chunk-" + rule.split("-")[1], lengths, programs)]
         found["schedules_tried"] = 1 + len(plans)
         found["schedules_differ"] = sum(differs(launch(inputs, other), run) for other in plans)
@@ -182,8 +266,15 @@ def triton_bits(shape, batch, rule, make) -> tuple[dict, dict]:
 
 def _truth(inputs: DecodeInputs, rows: int = 4):
     some = min(inputs.batch, rows)
-    caches = tuple(Cache(c.keys, c.values, c.lengths[:some].contiguous(), **{
-        "block_table" if c.indices is None else "indices": c.table[:some].contiguous()}) for c in inputs.caches)
+    caches = tuple(
+        Cache(
+            c.keys,
+            c.values,
+            c.lengths[:some].contiguous(),
+            **{"block_table" if c.indices is None else "indices": c.table[:some].contiguous()},
+        )
+        for c in inputs.caches
+    )
     return exact(DecodeInputs(inputs.q[:some].contiguous(), caches, inputs.d_v, inputs.scale, inputs.sink))[0]
 
 
@@ -206,6 +297,7 @@ def triton_time(make, rule: str, tile: Tile | None = None, programs: list[int] |
 
 # ---------------------------------------------------------------- FlashMLA
 
+
 def flashmla_maker(heads: int, d_qk: int, topk: int, extra: int, kind: str, batch: int):
     """Maker of inputs by seed over one pool of pages for the shape."""
     base = flashmla.random_flashmla_inputs(1, heads, d_qk, topk, extra, kind == "ragged", pages=4096, seed=1)
@@ -219,8 +311,16 @@ def flashmla_maker(heads: int, d_qk: int, topk: int, extra: int, kind: str, batc
         q = torch.randn(batch, 1, heads, d_qk, generator=generator, device="cuda", dtype=torch.bfloat16)
         ragged = kind == "ragged"
         return flashmla.FlashMLAInputs(
-            q, base.cache, draw((batch, 1, topk), 0, 4096 * 64), draw((batch,), 1, topk + 1) if ragged else None, None, base.extra_cache,
-            draw((batch, 1, extra), 0, 4096 * 64) if extra else None, draw((batch,), 0, extra + 1) if ragged and extra else None)
+            q,
+            base.cache,
+            draw((batch, 1, topk), 0, 4096 * 64),
+            draw((batch,), 1, topk + 1) if ragged else None,
+            None,
+            base.extra_cache,
+            draw((batch, 1, extra), 0, 4096 * 64) if extra else None,
+            draw((batch,), 0, extra + 1) if ragged and extra else None,
+        )
+
     return make
 
 
@@ -263,6 +363,7 @@ def flashmla_time(op, make, rule: str, streams: int = 1) -> tuple[float, int]:
 
 # ---------------------------------------------------------------- the run
 
+
 class Recorder:
     """Rows of the tables, saved after every stage; failures are counted and printed, not raised."""
 
@@ -284,20 +385,56 @@ class Recorder:
         if found is None:
             return
         counts, histogram = found
-        self.tables["decode_bits"].append({"kernel": kernel, "policy": policy, "shape": shape, "m": batch, **counts, **self.columns})
+        self.tables["decode_bits"].append(
+            {"kernel": kernel, "policy": policy, "shape": shape, "m": batch, **counts, **self.columns}
+        )
         for ulp, values in histogram.items():
-            self.tables["decode_ulp"].append({"kernel": kernel, "policy": policy, "shape": shape, "m": batch, "ulp_up_to": ulp,
-                                              "values": values, **self.columns})
+            self.tables["decode_ulp"].append(
+                {
+                    "kernel": kernel,
+                    "policy": policy,
+                    "shape": shape,
+                    "m": batch,
+                    "ulp_up_to": ulp,
+                    "values": values,
+                    **self.columns,
+                }
+            )
 
     def time(self, kernel, policy, shape, batch, microseconds, default):
         for metric, unit, value in (("time", "us", microseconds),):
-            self.tables["decode"].append({"benchmark": "decode", "kernel": kernel, "policy": policy, "shape": shape, "m": batch,
-                                          "metric": metric, "unit": unit, "value": round(value, 3), "baseline": round(default, 3),
-                                          "ratio": round(value / default, 4), **self.columns})
+            self.tables["decode"].append(
+                {
+                    "benchmark": "decode",
+                    "kernel": kernel,
+                    "policy": policy,
+                    "shape": shape,
+                    "m": batch,
+                    "metric": metric,
+                    "unit": unit,
+                    "value": round(value, 3),
+                    "baseline": round(default, 3),
+                    "ratio": round(value / default, 4),
+                    **self.columns,
+                }
+            )
 
     def calls(self, policy, shape, batch, calls):
-        self.tables["decode"].append({"benchmark": "decode", "kernel": "flashmla", "policy": policy, "shape": shape, "m": batch,
-                                      "metric": "calls", "unit": "count", "value": calls, "baseline": 1, "ratio": calls, **self.columns})
+        self.tables["decode"].append(
+            {
+                "benchmark": "decode",
+                "kernel": "flashmla",
+                "policy": policy,
+                "shape": shape,
+                "m": batch,
+                "metric": "calls",
+                "unit": "count",
+                "value": calls,
+                "baseline": 1,
+                "ratio": calls,
+                **self.columns,
+            }
+        )
 
     def save(self):
         for name, rows in self.tables.items():
@@ -315,12 +452,21 @@ def check_stage(rec: Recorder, op) -> None:
         if batch == 16:
             inputs = make(3)
             for rule in (BATCH_WIDE, TRITON_RULES[group][0]):
+
                 def one():
-                    truth, some = _truth(inputs, 4), launch(inputs, make_plan(rule, inputs.lengths(64), programs_tried(inputs)[0]))[0][:4]
-                    print(f"check triton {shape} {rule}: relative error {float((some.double() - truth).norm() / truth.norm()):.2e}", flush=True)
+                    truth, some = (
+                        _truth(inputs, 4),
+                        launch(inputs, make_plan(rule, inputs.lengths(64), programs_tried(inputs)[0]))[0][:4],
+                    )
+                    print(
+                        f"check triton {shape} {rule}: relative error {float((some.double() - truth).norm() / truth.norm()):.2e}",
+                        flush=True,
+                    )
+
                 rec.attempt(f"check {shape} {rule}", one)
     if op is not None:
         for d_qk, topk, extra, kind in ((576, 2048, 0, "full"), (512, 512, 128, "ragged")):
+
             def one():
                 inputs = flashmla_maker(64, d_qk, topk, extra, kind, 6)(1)
                 plain = inputs.as_decode_inputs()
@@ -331,12 +477,15 @@ def check_stage(rec: Recorder, op) -> None:
                 model = emulate(plain, make_plan(BATCH_WIDE, plain.lengths(64), 132), "flashmla")[0]
                 show = [f"{float((x.double() - truth).norm() / truth.norm()):.2e}" for x in (fm, mine, ours, model)]
                 print(f"check flashmla d{d_qk} {kind}: default, invariant, our kernels, emulation: {show}", flush=True)
+
             rec.attempt(f"check flashmla {d_qk}", one)
 
 
 def tune_stage(rec: Recorder) -> None:
-    tiles = {"grouped": [Tile(16, 4, 5), Tile(16, 4, 3), Tile(16, 4, 7), Tile(16, 2, 5)],
-             "latent": [Tile(32, 8, 5), Tile(32, 8, 3), Tile(16, 8, 5), Tile(16, 8, 3), Tile(16, 4, 3)]}
+    tiles = {
+        "grouped": [Tile(16, 4, 5), Tile(16, 4, 3), Tile(16, 4, 7), Tile(16, 2, 5)],
+        "latent": [Tile(32, 8, 5), Tile(32, 8, 3), Tile(16, 8, 5), Tile(16, 8, 3), Tile(16, 4, 3)],
+    }
     for group, shape, batch, make in triton_cases(quick=True):
         wanted = shape in ("h64 kv8 d128 8192 ragged", "h64 d576 topk2048 full")
         if not wanted or batch == 1:
@@ -345,11 +494,25 @@ def tune_stage(rec: Recorder) -> None:
             for rule in (BATCH_WIDE, TRITON_RULES[group][0]):
                 inputs = make(0)
                 fill = programs_for(inputs, 132, tile, 1)
-                got = rec.attempt(f"tune {shape} {tile} {rule}", lambda: [(n, round(triton_time(make, rule, tile, [n * fill])[0], 1)) for n in (1, 2, 4)])
+                got = rec.attempt(
+                    f"tune {shape} {tile} {rule}",
+                    lambda: [(n, round(triton_time(make, rule, tile, [n * fill])[0], 1)) for n in (1, 2, 4)],
+                )
                 print("tune", shape, batch, tile, rule, got, flush=True)
                 for n, value in got or []:
-                    rec.tables["decode_tuning"].append({"shape": shape, "m": batch, "heads": tile.heads, "warps": tile.warps, "stages": tile.stages,
-                                                        "policy": policy_of(rule), "programs_per_fill": n, "time_us": value, **rec.columns})
+                    rec.tables["decode_tuning"].append(
+                        {
+                            "shape": shape,
+                            "m": batch,
+                            "heads": tile.heads,
+                            "warps": tile.warps,
+                            "stages": tile.stages,
+                            "policy": policy_of(rule),
+                            "programs_per_fill": n,
+                            "time_us": value,
+                            **rec.columns,
+                        }
+                    )
 
 
 def bits_stage(rec: Recorder, op) -> None:
@@ -357,19 +520,37 @@ def bits_stage(rec: Recorder, op) -> None:
         for rule in (BATCH_WIDE, *TRITON_RULES[group]):
             if rule == "free-8" and group == "grouped" and batch > 16:
                 continue
-            rec.bits("triton", policy_of(rule), shape, batch, rec.attempt(f"bits {shape} {batch} {rule}", lambda: triton_bits(shape, batch, rule, make)))
+            rec.bits(
+                "triton",
+                policy_of(rule),
+                shape,
+                batch,
+                rec.attempt(f"bits {shape} {batch} {rule}", lambda: triton_bits(shape, batch, rule, make)),
+            )
     rec.save()
     if op is None:
         return
-    for heads, d_qk, topk, extra, kind in ((64, 576, 2048, 0, "full"), (128, 576, 2048, 0, "full"), (64, 576, 512, 0, "full"),
-                                           (64, 512, 512, 0, "ragged"), (64, 512, 2048, 0, "ragged"), (128, 512, 2048, 0, "ragged"),
-                                           (64, 512, 512, 512, "ragged"), (128, 512, 1024, 256, "ragged")):
+    for heads, d_qk, topk, extra, kind in (
+        (64, 576, 2048, 0, "full"),
+        (128, 576, 2048, 0, "full"),
+        (64, 576, 512, 0, "full"),
+        (64, 512, 512, 0, "ragged"),
+        (64, 512, 2048, 0, "ragged"),
+        (128, 512, 2048, 0, "ragged"),
+        (64, 512, 512, 512, "ragged"),
+        (128, 512, 1024, 256, "ragged"),
+    ):
         shape = f"h{heads} d{d_qk} topk{topk}" + (f"+{extra}" if extra else "") + f" {kind}"
         for batch in BATCHES:
             make = flashmla_maker(heads, d_qk, topk, extra, kind, batch)
             for rule in (BATCH_WIDE, *FLASHMLA_BITS_RULES):
-                rec.bits("flashmla", policy_of(rule), shape, batch, rec.attempt(f"bits flashmla {shape} {batch} {rule}",
-                                                                              lambda: flashmla_bits(op, make, batch, rule)))
+                rec.bits(
+                    "flashmla",
+                    policy_of(rule),
+                    shape,
+                    batch,
+                    rec.attempt(f"bits flashmla {shape} {batch} {rule}", lambda: flashmla_bits(op, make, batch, rule)),
+                )
 
 
 def time_stage(rec: Recorder, op) -> None:
@@ -389,9 +570,18 @@ def time_stage(rec: Recorder, op) -> None:
                             continue
                         best = got[0]
                         for streams in STREAMS if got[1] > 1 else ():
-                            more = rec.attempt(f"time {shape} {batch} {rule} {streams}", lambda: flashmla_time(op, make, rule, streams))
+                            more = rec.attempt(
+                                f"time {shape} {batch} {rule} {streams}", lambda: flashmla_time(op, make, rule, streams)
+                            )
                             if more:
-                                rec.time("flashmla", f"{policy_of(rule)}-{streams}-streams", shape, batch, more[0], default[0])
+                                rec.time(
+                                    "flashmla",
+                                    f"{policy_of(rule)}-{streams}-streams",
+                                    shape,
+                                    batch,
+                                    more[0],
+                                    default[0],
+                                )
                                 best = more[0]  # the last, and most, streams are the function's default
                         rec.time("flashmla", policy_of(rule), shape, batch, best, default[0])
                         rec.calls(policy_of(rule), shape, batch, got[1])
@@ -411,13 +601,30 @@ def summary(rec: Recorder) -> None:
     times = pd.DataFrame(rec.tables["decode"])
     if len(times):
         times = times[times.metric == "time"]
-        print(times.groupby(["kernel", "shape", "policy"]).ratio.agg(lambda r: round(float(np.exp(np.log(r).mean())), 3)).unstack("policy").T.to_string())
+        print(
+            times.groupby(["kernel", "shape", "policy"])
+            .ratio.agg(lambda r: round(float(np.exp(np.log(r).mean())), 3))
+            .unstack("policy")
+            .T.to_string()
+        )
     found = pd.DataFrame(rec.tables["decode_bits"])
     if len(found):
-        cols = ["rows_checked", "rerun_differs", "solo_differs", "rows_split_changed", "differ_split_changed", "differ_split_same"]
+        cols = [
+            "rows_checked",
+            "rerun_differs",
+            "solo_differs",
+            "rows_split_changed",
+            "differ_split_changed",
+            "differ_split_same",
+        ]
         print(found.groupby(["kernel", "policy"])[cols].sum().to_string())
         if "schedules_tried" in found:
-            print(found[found.kernel == "triton"].groupby("policy")[["schedules_tried", "schedules_differ"]].sum().to_string())
+            print(
+                found[found.kernel == "triton"]
+                .groupby("policy")[["schedules_tried", "schedules_differ"]]
+                .sum()
+                .to_string()
+            )
     print("failures", rec.failures)
 
 
@@ -428,8 +635,12 @@ def main(arguments: list[str]) -> None:
     rec = Recorder(folder)
     op = rec.attempt("load FlashMLA", flashmla.load)
     print(default_tile.__doc__, rec.columns, flush=True)
-    for stage, work in (("check", lambda: check_stage(rec, op)), ("tune", lambda: tune_stage(rec)),
-                        ("bits", lambda: bits_stage(rec, op)), ("time", lambda: time_stage(rec, op))):
+    for stage, work in (
+        ("check", lambda: check_stage(rec, op)),
+        ("tune", lambda: tune_stage(rec)),
+        ("bits", lambda: bits_stage(rec, op)),
+        ("time", lambda: time_stage(rec, op)),
+    ):
         if stage in stages:
             start = time.time()
             rec.attempt(stage, work)

@@ -26,7 +26,9 @@ def plan_decode(inputs: DecodeInputs, rule: str, num_programs: int, block_size: 
     return make_plan(rule, inputs.lengths(block_size), num_programs, block_size)
 
 
-def attend(inputs: DecodeInputs, plan: Plan | DevicePlan, fold: str = "left", **options) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    inputs: DecodeInputs, plan: Plan | DevicePlan, fold: str = "left", **options
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode along a plan: the Triton kernels for CUDA tensors (``options`` go to ``launch``), the emulation elsewhere.
 
     Returns out ``[batch, heads, d_v]`` in q's dtype and LSE ``[batch, heads]`` float32. Raises BadInput as those do.
@@ -39,6 +41,19 @@ def attend(inputs: DecodeInputs, plan: Plan | DevicePlan, fold: str = "left", **
 
 
 __all__ = [
-    "Cache", "DecodeInputs", "DevicePlan", "FOLDS", "POLICIES", "Tile", "Workspace", "attend", "default_tile", "emulate",
-    "exact", "launch", "plan_decode", "programs_for", "random_inputs",
+    "Cache",
+    "DecodeInputs",
+    "DevicePlan",
+    "FOLDS",
+    "POLICIES",
+    "Tile",
+    "Workspace",
+    "attend",
+    "default_tile",
+    "emulate",
+    "exact",
+    "launch",
+    "plan_decode",
+    "programs_for",
+    "random_inputs",
 ]

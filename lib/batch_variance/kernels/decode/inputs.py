@@ -19,8 +19,8 @@ from ...schedules.flashmla import at_least
 class Cache:
     """One paged KV cache and what each row reads of it.
 
-    keys: ``[pages, page_size, kv_heads, d_qk]``; values: ``[pages, page_size, kv_heads, d_v]``, or None for a latent cache;
-    lengths: ``[batch]`` int32, tokens that the row attends to. Exactly one of
+    keys: ``[pages, page_size, kv_heads, d_qk]``; values: ``[pages, page_size, kv_heads, d_v]``, or None for a latent
+    cache; lengths: ``[batch]`` int32, tokens that the row attends to. Exactly one of
     block_table: ``[batch, pages_per_row]`` int32, token t of a row lies in page ``block_table[row, t // page_size]``;
     indices: ``[batch, topk]`` int32, token t lies at place ``indices[row, t]`` counted over pages and tokens; a
     negative place, or one past the end, is skipped.
@@ -53,9 +53,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One decode step. q: ``[batch, heads, d_qk]``; caches: one, or two of one kind (the second is read after the first);
-    d_v: width of an output head; scale: factor on the scores, ``d_qk ** -0.5`` if None; sink: ``[heads]`` float32 logits
-    that take probability without contributing a value (no effect on the LSE), or None.
+    """One decode step. q: ``[batch, heads, d_qk]``; caches: one, or two of one kind (the second is read after the
+    first); d_v: width of an output head; scale: factor on the scores, ``d_qk ** -0.5`` if None; sink: ``[heads]``
+    float32 logits that take probability without contributing a value (no effect on the LSE), or None.
     Raises BadInput for mismatched shapes, dtypes or devices, an empty batch, or lengths outside the table."""
 
     q: torch.Tensor
@@ -73,32 +73,47 @@ class DecodeInputs:
         for number, cache in enumerate(self.caches):
             self._check_cache(f"caches[{number}]", cache)
         if self.sink is not None and (list(self.sink.shape) != [self.heads] or self.sink.dtype != torch.float32):
-            raise BadInput(f"sink has shape {list(self.sink.shape)} and dtype {self.sink.dtype}: give [{self.heads}] float32.")
+            raise BadInput(
+                f"sink has shape {list(self.sink.shape)} and dtype {self.sink.dtype}: give [{self.heads}] float32."
+            )
 
     def _check_cache(self, name: str, cache: Cache) -> None:
         batch, heads, d_qk = self.q.shape
         first = self.caches[0]
         if cache.keys.dim() != 4 or cache.keys.shape[3] != d_qk or 0 in cache.keys.shape:
-            raise BadInput(f"{name}.keys has shape {list(cache.keys.shape)}: give [pages, page_size, kv_heads, {d_qk}].")
+            raise BadInput(
+                f"{name}.keys has shape {list(cache.keys.shape)}: give [pages, page_size, kv_heads, {d_qk}]."
+            )
         kv_heads = cache.keys.shape[2]
         if heads % kv_heads or kv_heads != first.keys.shape[2]:
             raise BadInput(f"{heads} query heads cannot share {kv_heads} key/value heads of {name} evenly.")
         if cache.values is None:
             if not (kv_heads == 1 and 0 < self.d_v <= d_qk):
-                raise BadInput(f"{name} is latent: it needs 1 key/value head and d_v up to {d_qk}, not {kv_heads} and {self.d_v}.")
+                raise BadInput(
+                    f"{name} is latent: it needs 1 key/value head and d_v up to {d_qk}, not {kv_heads} and {self.d_v}."
+                )
         elif list(cache.values.shape) != [*cache.keys.shape[:3], self.d_v]:
-            raise BadInput(f"{name}.values has shape {list(cache.values.shape)}: give {[*cache.keys.shape[:3], self.d_v]}.")
+            raise BadInput(
+                f"{name}.values has shape {list(cache.values.shape)}: give {[*cache.keys.shape[:3], self.d_v]}."
+            )
         if (cache.block_table is None) == (cache.indices is None):
             raise BadInput(f"{name} needs exactly one of block_table and indices.")
         if (cache.indices is None) != (first.indices is None) or (cache.values is None) != (first.values is None):
-            raise BadInput(f"{name} is of another kind than caches[0]: both paged or both sparse, both latent or neither.")
+            raise BadInput(
+                f"{name} is of another kind than caches[0]: both paged or both sparse, both latent or neither."
+            )
         if cache.table.dim() != 2 or cache.table.shape[0] != batch or cache.lengths.shape != (batch,):
-            raise BadInput(f"{name} has a table of shape {list(cache.table.shape)} and lengths of shape "
-                           f"{list(cache.lengths.shape)}: q has {batch} rows.")
+            raise BadInput(
+                f"{name} has a table of shape {list(cache.table.shape)} and lengths of shape "
+                f"{list(cache.lengths.shape)}: q has {batch} rows."
+            )
         kinds = {t.dtype for t in (cache.table, cache.lengths)}
         if kinds != {torch.int32} or len({t.dtype for t in (self.q, cache.keys, cache.values) if t is not None}) != 1:
             raise BadInput(f"{name}: tables and lengths must be int32, keys and values of q's dtype {self.q.dtype}.")
-        if len({t.device for t in (self.q, cache.keys, cache.values, cache.table, cache.lengths) if t is not None}) != 1:
+        if (
+            len({t.device for t in (self.q, cache.keys, cache.values, cache.table, cache.lengths) if t is not None})
+            != 1
+        ):
             raise BadInput(f"{name}: q, keys, values, table and lengths must lie on one device.")
 
     @property
@@ -123,7 +138,9 @@ class DecodeInputs:
 
     def row(self, row: int) -> "DecodeInputs":
         """The row alone, over the same caches."""
-        return DecodeInputs(self.q[row:row + 1].contiguous(), tuple(c.row(row) for c in self.caches), self.d_v, self.scale, self.sink)
+        return DecodeInputs(
+            self.q[row : row + 1].contiguous(), tuple(c.row(row) for c in self.caches), self.d_v, self.scale, self.sink
+        )
 
     def lengths(self, block_size: int) -> list[int]:
         """Tokens a row that a schedule plans on (see ``schedules.decode_lengths``). Copies the lengths to the host.
@@ -134,7 +151,9 @@ class DecodeInputs:
         counts = [cache.lengths.tolist() for cache in self.caches]
         for cache, values in zip(self.caches, counts):
             if min(values) < 0 or max(values) > cache.longest():
-                raise BadInput(f"lengths run from {min(values)} to {max(values)}: the table holds 0 to {cache.longest()} tokens a row.")
+                raise BadInput(
+                    f"lengths run from {min(values)} to {max(values)}: the table holds 0 to {cache.longest()} tokens a row."
+                )
         if len(counts) == 2:
             return decode_lengths(self.caches[0].longest(), counts[0], self.caches[1].longest(), counts[1], block_size)
         return [max(n, 1) for n in counts[0]] if self.sparse else counts[0]
@@ -157,7 +176,8 @@ def random_inputs(
 ) -> DecodeInputs:
     """Random normal inputs of given lengths, pages shuffled over the pool; one a call, the same on every device.
 
-    kv_heads None makes a latent cache. extra_lengths adds a second cache; invalid is the share of sparse indices set to -1.
+    kv_heads None makes a latent cache. extra_lengths adds a second cache; invalid is the share of sparse indices set
+    to -1.
     """
     generator = torch.Generator().manual_seed(seed)
     shuffle = np.random.default_rng(seed)

@@ -14,7 +14,8 @@ KERNEL_FOLDS = ("left", "pairwise", "compensated")
 
 @dataclass(frozen=True)
 class Workspace:
-    """Buffers of one decode call. accumulators: ``[slots, heads, d_v]`` float32; states: ``[slots, heads, 2]`` (m, l) float32."""
+    """Buffers of one decode call. accumulators: ``[slots, heads, d_v]`` float32; states: ``[slots, heads, 2]`` (m, l)
+    float32."""
 
     accumulators: torch.Tensor
     states: torch.Tensor
@@ -22,8 +23,10 @@ class Workspace:
     @classmethod
     def for_slots(cls, slots: int, heads: int, d_v: int, device) -> "Workspace":
         slots = max(slots, 1)
-        return cls(torch.empty(slots, heads, d_v, dtype=torch.float32, device=device),
-                   torch.empty(slots, heads, 2, dtype=torch.float32, device=device))
+        return cls(
+            torch.empty(slots, heads, d_v, dtype=torch.float32, device=device),
+            torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class DevicePlan:
 @dataclass(frozen=True)
 class Tile:
     """Launch shape. heads: query heads a program holds at once (16 at least, a power of two); stages: depth of the load
-    pipeline, where a page's address costs every second one. Two tiles may differ in bits: choose by shape, not by batch."""
+    pipeline, where a page's address costs every second one. Two tiles may differ in bits: choose by shape, not by
+    batch."""
 
     heads: int
     warps: int
@@ -75,11 +79,13 @@ def launch(
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode along a plan with the Triton kernels. Returns out ``[batch, heads, d_v]`` and LSE ``[batch, heads]`` float32.
+    """Decode along a plan with the Triton kernels. Returns out ``[batch, heads, d_v]`` and LSE ``[batch, heads]``
+    float32.
 
-    Accumulates in float32, out has q's dtype. fold: ``left``, ``pairwise`` or ``compensated``. The plan must have been made
-    for the inputs' lengths. Raises BadInput for a plan of another batch size, a buffer with fewer slots than the plan
-    has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not allow.
+    Accumulates in float32, out has q's dtype. fold: ``left``, ``pairwise`` or ``compensated``. The plan must have been
+    made for the inputs' lengths. Raises BadInput for a plan of another batch size, a buffer with fewer slots than the
+    plan has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not
+    allow.
     """
     from . import triton as kernels
 
@@ -102,19 +108,56 @@ def launch(
 
     grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
     kernels.decode_kernel[grid](
-        inputs.q, *pointers(first), *pointers(second), lse if sink is None else sink,
-        plan.segments, plan.program_starts, out, lse, workspace.accumulators, workspace.states,
-        inputs.scale * LOG2E, first.table.stride(0), second.table.stride(0), first.places, second.places,
-        HEADS=inputs.heads, KV_HEADS=inputs.kv_heads, GROUP=group, PAGE=first.keys.shape[1], PAGE2=second.keys.shape[1],
-        D_QK=inputs.q.shape[2], D_V=inputs.d_v, D_MAIN=main, TAIL=tail,
-        BLOCK=plan.plan.block_size, BLOCK_H=tile.heads, CHUNK=plan.plan.chunk_blocks,
-        LATENT=inputs.latent, SPARSE=inputs.sparse, SECOND=len(inputs.caches) == 2, HAS_SINK=sink is not None,
-        UPCAST=inputs.q.dtype == torch.float32, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        inputs.q,
+        *pointers(first),
+        *pointers(second),
+        lse if sink is None else sink,
+        plan.segments,
+        plan.program_starts,
+        out,
+        lse,
+        workspace.accumulators,
+        workspace.states,
+        inputs.scale * LOG2E,
+        first.table.stride(0),
+        second.table.stride(0),
+        first.places,
+        second.places,
+        HEADS=inputs.heads,
+        KV_HEADS=inputs.kv_heads,
+        GROUP=group,
+        PAGE=first.keys.shape[1],
+        PAGE2=second.keys.shape[1],
+        D_QK=inputs.q.shape[2],
+        D_V=inputs.d_v,
+        D_MAIN=main,
+        TAIL=tail,
+        BLOCK=plan.plan.block_size,
+        BLOCK_H=tile.heads,
+        CHUNK=plan.plan.chunk_blocks,
+        LATENT=inputs.latent,
+        SPARSE=inputs.sparse,
+        SECOND=len(inputs.caches) == 2,
+        HAS_SINK=sink is not None,
+        UPCAST=inputs.q.dtype == torch.float32,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     if plan.plan.num_slots:
         kernels.combine_kernel[(inputs.batch, inputs.heads)](
-            plan.slot_starts, workspace.accumulators, workspace.states, lse if sink is None else sink, out, lse,
-            HEADS=inputs.heads, D_V=inputs.d_v, HAS_SINK=sink is not None, FOLD=fold, AHEAD=4, num_warps=4 if inputs.d_v >= 256 else 1,
+            plan.slot_starts,
+            workspace.accumulators,
+            workspace.states,
+            lse if sink is None else sink,
+            out,
+            lse,
+            HEADS=inputs.heads,
+            D_V=inputs.d_v,
+            HAS_SINK=sink is not None,
+            FOLD=fold,
+            AHEAD=4,
+            num_warps=4 if inputs.d_v >= 256 else 1,
         )
     return out, lse
 
@@ -124,17 +167,31 @@ def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) ->
     if plan.batch != inputs.batch:
         raise BadInput(f"the plan is for {plan.batch} rows, the inputs have {inputs.batch}: plan this batch.")
     main, tail, d_v = widths
-    for name, width in (("d_qk", main), ("d_qk - d_v", tail), ("d_v", d_v), ("block_size", plan.block_size), ("tile.heads", tile.heads)):
+    for name, width in (
+        ("d_qk", main),
+        ("d_qk - d_v", tail),
+        ("d_v", d_v),
+        ("block_size", plan.block_size),
+        ("tile.heads", tile.heads),
+    ):
         if width and (width < 16 or width & (width - 1)):
             raise BadInput(f"{name} is {width}: the kernels take powers of two from 16.")
     if workspace is not None:
         slots = min(workspace.accumulators.shape[0], workspace.states.shape[0])
         if slots < plan.num_slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:
-            raise BadInput(f"the split buffer has shape {list(workspace.accumulators.shape)}: this plan needs "
-                           f"[{plan.num_slots}, {inputs.heads}, {d_v}].")
-    if out is not None and (list(out.shape) != [inputs.batch, inputs.heads, d_v] or out.dtype != inputs.q.dtype or not out.is_contiguous()):
-        raise BadInput(f"out has shape {list(out.shape)} and dtype {out.dtype}: give a contiguous "
-                       f"[{inputs.batch}, {inputs.heads}, {d_v}] of {inputs.q.dtype}.")
+            raise BadInput(
+                f"the split buffer has shape {list(workspace.accumulators.shape)}: this plan needs "
+                f"[{plan.num_slots}, {inputs.heads}, {d_v}]."
+            )
+    if out is not None and (
+        list(out.shape) != [inputs.batch, inputs.heads, d_v] or out.dtype != inputs.q.dtype or not out.is_contiguous()
+    ):
+        raise BadInput(
+            f"out has shape {list(out.shape)} and dtype {out.dtype}: give a contiguous "
+            f"[{inputs.batch}, {inputs.heads}, {d_v}] of {inputs.q.dtype}."
+        )
     tensors = [inputs.q] + [t for c in inputs.caches for t in (c.keys, c.values, c.table, c.lengths) if t is not None]
     if not all(t.is_contiguous() for t in tensors):
-        raise BadInput("q, keys, values, tables and lengths must be contiguous for the kernels: call .contiguous() first.")
+        raise BadInput(
+            "q, keys, values, tables and lengths must be contiguous for the kernels: call .contiguous() first."
+        )

@@ -23,7 +23,11 @@ def block_tokens(inputs: DecodeInputs, block: int, block_size: int) -> tuple[tor
     device = inputs.q.device
     first = inputs.caches[0]
     blocks_first = (first.lengths.clamp(min=1).long() + block_size - 1) // block_size
-    second = (block >= blocks_first) if len(inputs.caches) == 2 else torch.zeros(inputs.batch, dtype=torch.bool, device=device)
+    second = (
+        (block >= blocks_first)
+        if len(inputs.caches) == 2
+        else torch.zeros(inputs.batch, dtype=torch.bool, device=device)
+    )
     places = torch.zeros(inputs.batch, block_size, dtype=torch.long, device=device)
     valid = torch.zeros(inputs.batch, block_size, dtype=torch.bool, device=device)
     for number, cache in enumerate(inputs.caches):
@@ -80,7 +84,8 @@ def exact(inputs: DecodeInputs, block_size: int = 64) -> tuple[torch.Tensor, tor
 
 
 def fma(a, b, c) -> torch.Tensor:
-    """``a * b + c`` in float32 rounded once: the product is exact in float64 (the sum is rounded twice, rarely to effect)."""
+    """``a * b + c`` in float32 rounded once: the product is exact in float64 (the sum is rounded twice, rarely to
+    effect)."""
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -103,7 +108,8 @@ def _finite(m: torch.Tensor) -> torch.Tensor:
 
 
 def merge(left, right):
-    """One state (m, l, acc) after ``left`` followed by ``right``. m is a base-2 maximum, l and acc sums scaled by it."""
+    """One state (m, l, acc) after ``left`` followed by ``right``. m is a base-2 maximum, l and acc sums scaled by
+    it."""
     m = torch.maximum(left[0], right[0])
     a, b = exp2(left[0] - _finite(m)), exp2(right[0] - _finite(m))
     l = fma(left[1], a, right[1] * b)
@@ -113,8 +119,12 @@ def merge(left, right):
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Matrix products of each row, one call a row: a batched call picks its kernel by the number of rows, which would
     make this emulation itself batch-dependent. The copies give every call the same alignment."""
-    return torch.stack([torch.bmm(a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format))
-                        for a, b in zip(left, right)])
+    return torch.stack(
+        [
+            torch.bmm(a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format))
+            for a, b in zip(left, right)
+        ]
+    )
 
 
 def _attend(state, q, keys, values, valid, scale_log2: float, dtype):
@@ -132,14 +142,19 @@ def _attend(state, q, keys, values, valid, scale_log2: float, dtype):
 
 def _empty(rows: int, shape: tuple[int, int], d_v: int, device):
     full = (rows, *shape)
-    return (torch.full(full, -torch.inf, device=device), torch.zeros(full, device=device),
-            torch.zeros(*full, d_v, device=device))
+    return (
+        torch.full(full, -torch.inf, device=device),
+        torch.zeros(full, device=device),
+        torch.zeros(*full, d_v, device=device),
+    )
 
 
 def partials(inputs: DecodeInputs, plan: Plan) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The state (m, l, acc) of each piece: entry ``i`` of the list holds piece ``i`` of all rows, empty where a row has fewer.
+    """The state (m, l, acc) of each piece: entry ``i`` of the list holds piece ``i`` of all rows, empty where a row
+    has fewer.
 
-    m, l: ``[batch, kv_heads, group]``; acc: ``[batch, kv_heads, group, d_v]``, float32. Each piece starts from the empty state.
+    m, l: ``[batch, kv_heads, group]``; acc: ``[batch, kv_heads, group, d_v]``, float32. Each piece starts from the
+    empty state.
     """
     if plan.batch != inputs.batch:
         raise BadInput(f"the plan is for {plan.batch} rows, the inputs have {inputs.batch}: plan this batch.")
@@ -171,8 +186,10 @@ def fold_left(states):
     for state in states[1:]:
         absent = state[0].isneginf()
         merged = merge(total, state)
-        total = tuple(torch.where(absent[..., None] if new.dim() > absent.dim() else absent, old, new)
-                      for old, new in zip(total, merged))
+        total = tuple(
+            torch.where(absent[..., None] if new.dim() > absent.dim() else absent, old, new)
+            for old, new in zip(total, merged)
+        )
     return total
 
 
@@ -189,8 +206,11 @@ def fold_compensated(states):
     m = torch.stack([s[0] for s in states]).amax(0)
     weights = [exp2(s[0] - _finite(m)) for s in states]
     present = [~s[0].isneginf() for s in states]
-    return m, _kahan([s[1] for s in states], weights, present), _kahan(
-        [s[2] for s in states], [w[..., None] for w in weights], [p[..., None] for p in present])
+    return (
+        m,
+        _kahan([s[1] for s in states], weights, present),
+        _kahan([s[2] for s in states], [w[..., None] for w in weights], [p[..., None] for p in present]),
+    )
 
 
 def _kahan(terms, weights, present):
@@ -206,7 +226,9 @@ def _kahan(terms, weights, present):
 def fold_flashmla(states):
     """FlashMLA's combine: normalised pieces, weighted by ``exp2(lse_i - lse)``, added in order without compensation."""
     present = [s[1] > 0 for s in states]
-    lses = torch.stack([torch.where(p, s[0] + torch.log2(s[1].double()).float(), -torch.inf) for p, s in zip(present, states)])
+    lses = torch.stack(
+        [torch.where(p, s[0] + torch.log2(s[1].double()).float(), -torch.inf) for p, s in zip(present, states)]
+    )
     m = _finite(lses.amax(0))
     lse = m + torch.log2(sum(exp2(one - m) for one in lses).double()).float()
     out = torch.zeros_like(states[0][2])
@@ -236,16 +258,20 @@ def check_fold(fold: str, known: tuple[str, ...], plan: Plan) -> None:
     if fold not in known:
         raise BadInput(f"fold {fold!r} is unknown: give one of {', '.join(known)}.")
     if fold != "left" and plan.chunk_blocks:
-        raise BadInput(f"fold {fold!r} cannot be used with rule {plan.rule}: a program folds a row's first pieces from left to "
-                       "right, so another fold after it would depend on the schedule; use fixed-chunk instead.")
+        raise BadInput(
+            f"fold {fold!r} cannot be used with rule {plan.rule}: a program folds a row's first pieces from left to "
+            "right, so another fold after it would depend on the schedule; use fixed-chunk instead."
+        )
 
 
 def emulate(inputs: DecodeInputs, plan: Plan, fold: str = "left") -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode along a plan in float32. Returns out ``[batch, heads, d_v]`` in q's dtype and LSE ``[batch, heads]`` float32.
+    """Decode along a plan in float32. Returns out ``[batch, heads, d_v]`` in q's dtype and LSE ``[batch, heads]``
+    float32.
 
-    fold: ``left`` (merge by merge, as the Triton kernels), ``flashmla`` (its combine step), ``pairwise``, ``compensated``.
-    An empty row has output 0 and LSE minus infinity (FlashMLA itself returns plus infinity there). Raises BadInput for a plan
-    of another batch size, an unknown fold, or another fold than ``left`` under a free rule.
+    fold: ``left`` (merge by merge, as the Triton kernels), ``flashmla`` (its combine step), ``pairwise``,
+    ``compensated``.
+    An empty row has output 0 and LSE minus infinity (FlashMLA itself returns plus infinity there). Raises BadInput for
+    a plan of another batch size, an unknown fold, or another fold than ``left`` under a free rule.
     """
     check_fold(fold, FOLDS, plan)
     return finish(inputs, _FOLDS[fold](partials(inputs, plan)))

@@ -45,9 +45,30 @@ def _finish(m, l, acc, sink_ptr, heads, head_mask, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def _block(
-    m, l, acc, q, q_tail, scale_log2, keys_ptr, values_ptr, table_ptr, table_row, length, places, kv_head, block,
-    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, D_MAIN: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, LATENT: tl.constexpr, SPARSE: tl.constexpr, UPCAST: tl.constexpr,
+    m,
+    l,
+    acc,
+    q,
+    q_tail,
+    scale_log2,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    table_row,
+    length,
+    places,
+    kv_head,
+    block,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LATENT: tl.constexpr,
+    SPARSE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """One block of the online softmax."""
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +87,9 @@ def _block(
         keys = keys.to(tl.float32)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if TAIL > 0:
-        tail = tl.load(keys_ptr + offset[:, None] + D_MAIN + tl.arange(0, TAIL)[None, :], mask=valid[:, None], other=0.0)
+        tail = tl.load(
+            keys_ptr + offset[:, None] + D_MAIN + tl.arange(0, TAIL)[None, :], mask=valid[:, None], other=0.0
+        )
         if UPCAST:
             tail = tail.to(tl.float32)
         scores = tl.dot(q_tail, tl.trans(tail), scores, input_precision="ieee")
@@ -97,8 +120,25 @@ def _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, H
 
 
 @triton.jit
-def _end_piece(m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
-               HEADS: tl.constexpr, D_V: tl.constexpr, CHUNK: tl.constexpr):
+def _end_piece(
+    m,
+    l,
+    acc,
+    run_m,
+    run_l,
+    run_acc,
+    place,
+    block,
+    begin,
+    end,
+    part_acc_ptr,
+    part_ml_ptr,
+    heads,
+    head_mask,
+    HEADS: tl.constexpr,
+    D_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Where a piece ends, fold it into the row's start or write it out, and begin the next from the empty state."""
     if ((block + 1) % CHUNK == 0) | (block + 1 == end):
         if begin == 0:
@@ -112,15 +152,49 @@ def _end_piece(m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_
     return m, l, acc, run_m, run_l, run_acc, place
 
 
-@triton.jit(do_not_specialize=["table_stride", "table2_stride", "places", "places2"])  # one binary for a row alone and in a batch
+@triton.jit(
+    do_not_specialize=["table_stride", "table2_stride", "places", "places2"]
+)  # one binary for a row alone and in a batch
 def decode_kernel(
-    q_ptr, keys_ptr, values_ptr, table_ptr, length_ptr, keys2_ptr, values2_ptr, table2_ptr, length2_ptr, sink_ptr,
-    segments_ptr, starts_ptr, out_ptr, lse_ptr, part_acc_ptr, part_ml_ptr,
-    scale_log2, table_stride, table2_stride, places, places2,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PAGE2: tl.constexpr,
-    D_QK: tl.constexpr, D_V: tl.constexpr, D_MAIN: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
-    LATENT: tl.constexpr, SPARSE: tl.constexpr, SECOND: tl.constexpr, HAS_SINK: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    length_ptr,
+    keys2_ptr,
+    values2_ptr,
+    table2_ptr,
+    length2_ptr,
+    sink_ptr,
+    segments_ptr,
+    starts_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_ml_ptr,
+    scale_log2,
+    table_stride,
+    table2_stride,
+    places,
+    places2,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE2: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LATENT: tl.constexpr,
+    SPARSE: tl.constexpr,
+    SECOND: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Grid: (kv_heads * tiles of a group's heads, programs). CHUNK: blocks a piece, 0 for one piece a segment."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -161,27 +235,108 @@ def decode_kernel(
         place = slot
         # One loop over all blocks, pieces ending inside it, so that the load pipeline never drains between pieces.
         for block in tl.range(begin, tl.minimum(end, first_blocks), num_stages=STAGES):
-            m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys_ptr, values_ptr, table_ptr, row * table_stride, length, places,
-                               kv_head, block, PAGE, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK, LATENT, SPARSE, UPCAST)
+            m, l, acc = _block(
+                m,
+                l,
+                acc,
+                q,
+                q_tail,
+                scale_log2,
+                keys_ptr,
+                values_ptr,
+                table_ptr,
+                row * table_stride,
+                length,
+                places,
+                kv_head,
+                block,
+                PAGE,
+                KV_HEADS,
+                D_QK,
+                D_V,
+                D_MAIN,
+                TAIL,
+                BLOCK,
+                LATENT,
+                SPARSE,
+                UPCAST,
+            )
             if CHUNK > 0:
                 m, l, acc, run_m, run_l, run_acc, place = _end_piece(
-                    m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
-                    HEADS, D_V, CHUNK)
+                    m,
+                    l,
+                    acc,
+                    run_m,
+                    run_l,
+                    run_acc,
+                    place,
+                    block,
+                    begin,
+                    end,
+                    part_acc_ptr,
+                    part_ml_ptr,
+                    heads,
+                    head_mask,
+                    HEADS,
+                    D_V,
+                    CHUNK,
+                )
         if SECOND:
             for block in tl.range(tl.maximum(begin, first_blocks), end, num_stages=STAGES):
-                m, l, acc = _block(m, l, acc, q, q_tail, scale_log2, keys2_ptr, values2_ptr, table2_ptr, row * table2_stride, length2,
-                                   places2, kv_head, block - first_blocks, PAGE2, KV_HEADS, D_QK, D_V, D_MAIN, TAIL, BLOCK,
-                                   LATENT, SPARSE, UPCAST)
+                m, l, acc = _block(
+                    m,
+                    l,
+                    acc,
+                    q,
+                    q_tail,
+                    scale_log2,
+                    keys2_ptr,
+                    values2_ptr,
+                    table2_ptr,
+                    row * table2_stride,
+                    length2,
+                    places2,
+                    kv_head,
+                    block - first_blocks,
+                    PAGE2,
+                    KV_HEADS,
+                    D_QK,
+                    D_V,
+                    D_MAIN,
+                    TAIL,
+                    BLOCK,
+                    LATENT,
+                    SPARSE,
+                    UPCAST,
+                )
                 if CHUNK > 0:
                     m, l, acc, run_m, run_l, run_acc, place = _end_piece(
-                        m, l, acc, run_m, run_l, run_acc, place, block, begin, end, part_acc_ptr, part_ml_ptr, heads, head_mask,
-                        HEADS, D_V, CHUNK)
+                        m,
+                        l,
+                        acc,
+                        run_m,
+                        run_l,
+                        run_acc,
+                        place,
+                        block,
+                        begin,
+                        end,
+                        part_acc_ptr,
+                        part_ml_ptr,
+                        heads,
+                        head_mask,
+                        HEADS,
+                        D_V,
+                        CHUNK,
+                    )
         if CHUNK == 0:
             run_m, run_l, run_acc = m, l, acc
         if slot < 0:
             out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
             into = row.to(tl.int64) * HEADS + heads
-            tl.store(out_ptr + into[:, None] * D_V + wide[None, :], out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None])
+            tl.store(
+                out_ptr + into[:, None] * D_V + wide[None, :], out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None]
+            )
             tl.store(lse_ptr + into, lse, mask=head_mask)
         else:
             if (CHUNK == 0) or (begin == 0):
@@ -208,8 +363,17 @@ def _store_part(part_acc_ptr, part_ml_ptr, slot, head, m, l, acc, HEADS: tl.cons
 
 @triton.jit
 def combine_kernel(
-    slot_starts_ptr, part_acc_ptr, part_ml_ptr, sink_ptr, out_ptr, lse_ptr,
-    HEADS: tl.constexpr, D_V: tl.constexpr, HAS_SINK: tl.constexpr, FOLD: tl.constexpr, AHEAD: tl.constexpr,
+    slot_starts_ptr,
+    part_acc_ptr,
+    part_ml_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    HEADS: tl.constexpr,
+    D_V: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    FOLD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Grid: (batch, heads). Rows without slots were finished by the decode kernel. FOLD: left, pairwise (overwrites
     the partials) or compensated. AHEAD: partials read before they are merged, to hide the memory's latency."""

@@ -20,11 +20,21 @@ def gantt(frames: dict[str, pd.DataFrame], watched_row: int) -> Figure:
     for ax, (schedule, frame) in zip(axes[0], frames.items()):
         rows = max(int(frame.row.max()), 1)
         colours = ["#E69F00" if row == watched_row else plt.cm.Blues(0.35 + 0.55 * row / rows) for row in frame.row]
-        ax.barh(frame.part, frame.stop - frame.start, left=frame.start, height=0.9, color=colours, edgecolor="white", linewidth=0.3)
+        ax.barh(
+            frame.part,
+            frame.stop - frame.start,
+            left=frame.start,
+            height=0.9,
+            color=colours,
+            edgecolor="white",
+            linewidth=0.3,
+        )
         ax.set(title=_name(schedule), xlabel="time (blocks, overhead included)")
     axes[0][0].set_ylabel("SM part")
-    axes[0][-1].legend(handles=[Patch(color="#E69F00", label="watched row"), Patch(color=plt.cm.Blues(0.6), label="other rows")],
-                       loc="lower right")
+    axes[0][-1].legend(
+        handles=[Patch(color="#E69F00", label="watched row"), Patch(color=plt.cm.Blues(0.6), label="other rows")],
+        loc="lower right",
+    )
     axes[0][0].invert_yaxis()
     return fig
 
@@ -44,13 +54,23 @@ def split_counts(frame: pd.DataFrame, against: str, label: str) -> Figure:
 
 
 def trees(frame: pd.DataFrame) -> Figure:
-    """The watched row's pieces, left to right, one bar a case: what is summed first, before the pieces are folded in order."""
+    """The watched row's pieces, left to right, one bar a case: what is summed first, before the pieces are folded in
+    order."""
     cases = list(frame.groupby(["schedule", "where"], sort=False))
     fig, ax = plt.subplots(figsize=(7.2, 0.7 * len(cases) + 1.2))
     for height, ((schedule, where), part) in enumerate(cases):
         shades = [plt.cm.cividis(0.25 + 0.6 * (i % 2)) for i in part.piece]
-        ax.barh(height, part.end_block - part.begin_block, left=part.begin_block, height=0.6, color=shades, edgecolor="white")
-    ax.set_yticks(range(len(cases)), [f"{_name(s)}\n{w}: {len(part)} piece{'s' * (len(part) > 1)}" for (s, w), part in cases])
+        ax.barh(
+            height,
+            part.end_block - part.begin_block,
+            left=part.begin_block,
+            height=0.6,
+            color=shades,
+            edgecolor="white",
+        )
+    ax.set_yticks(
+        range(len(cases)), [f"{_name(s)}\n{w}: {len(part)} piece{'s' * (len(part) > 1)}" for (s, w), part in cases]
+    )
     ax.invert_yaxis()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("block of the row's KV cache")
@@ -59,7 +79,8 @@ def trees(frame: pd.DataFrame) -> Figure:
 
 
 def ulp_histogram(frame: pd.DataFrame, upper: str = "ulp_to") -> Figure:
-    """Share of values by ULP distance, solo against batch; the frame has one row a bin (and a schedule, where there are several)."""
+    """Share of values by ULP distance, solo against batch; the frame has one row a bin (and a schedule, where there
+    are several)."""
     fig, ax = plt.subplots()
     groups = list(frame.groupby("schedule", sort=False)) if "schedule" in frame else [("flashmla", frame)]
     width = 0.8 / len(groups)
