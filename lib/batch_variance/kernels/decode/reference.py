@@ -116,15 +116,21 @@ def merge(left, right):
     return m, l, fma(left[2], a[..., None], right[2] * b[..., None])
 
 
+ROW_TILE = 8
+
+
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Matrix products of each row, one call a row: a batched call picks its kernel by the number of rows, which would
-    make this emulation itself batch-dependent. The copies give every call the same alignment."""
-    return torch.stack(
-        [
-            torch.bmm(a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format))
-            for a, b in zip(left, right)
-        ]
-    )
+    """Matrix products of each row and head, always of ``ROW_TILE`` rows a call, the last call filled up with zeros.
+
+    A batched call picks its kernel by the number of matrices, which would make this emulation itself batch-dependent.
+    """
+    rows = left.shape[0]
+    missing = -rows % ROW_TILE
+    if missing:
+        left, right = (torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in (left, right))
+    tiles = zip(left.contiguous().split(ROW_TILE), right.contiguous().split(ROW_TILE))
+    products = [torch.bmm(x.flatten(0, 1), y.flatten(0, 1)) for x, y in tiles]
+    return torch.cat(products).unflatten(0, left.shape[:2])[:rows]
 
 
 def _attend(state, q, keys, values, valid, scale_log2: float, dtype):
@@ -161,23 +167,29 @@ def partials(inputs: DecodeInputs, plan: Plan) -> list[tuple[torch.Tensor, torch
     device, group = inputs.q.device, inputs.heads // inputs.kv_heads
     q = inputs.q.float().unflatten(1, (inputs.kv_heads, group))
     edges = [plan.bounds_of(row) for row in range(plan.batch)]
-    most = max(len(e) - 1 for e in edges)
-    found = [_empty(plan.batch, (inputs.kv_heads, group), inputs.d_v, device) for _ in range(max(most, 1))]
-    state = _empty(plan.batch, (inputs.kv_heads, group), inputs.d_v, device)
-    piece = [0] * plan.batch
-    for block in range(max(e[-1] for e in edges)):
-        rows = torch.tensor([row for row, e in enumerate(edges) if block < e[-1]], device=device)
+    blocks = [e[-1] for e in edges]
+    ends: dict[int, list[tuple[int, int]]] = {}  # block after which pieces end: (piece, row) each
+    for row, bounds in enumerate(edges):
+        for piece, end in enumerate(bounds[1:]):
+            ends.setdefault(end, []).append((piece, row))
+    shape = (inputs.kv_heads, group)
+    most = max(max(len(e) - 1 for e in edges), 1)
+    empty = _empty(plan.batch * most, shape, inputs.d_v, device)
+    found = tuple(t.unflatten(0, (most, plan.batch)) for t in empty)
+    state = _empty(plan.batch, shape, inputs.d_v, device)
+    for block in range(max(blocks)):
+        rows = torch.tensor([row for row, n in enumerate(blocks) if block < n], device=device)
         keys, values, valid = (t[rows] for t in _keys_values(inputs, block, plan.block_size))
-        new = _attend(tuple(s[rows] for s in state), q[rows], keys, values, valid, inputs.scale * LOG2E, inputs.q.dtype)
+        old = tuple(t[rows] for t in state)
+        new = _attend(old, q[rows], keys, values, valid, inputs.scale * LOG2E, inputs.q.dtype)
         for whole, part in zip(state, new):
             whole[rows] = part
-        for row in rows.tolist():
-            if block + 1 == edges[row][piece[row] + 1]:
-                for place, whole, start in zip(found[piece[row]], state, (-torch.inf, 0.0, 0.0)):
-                    place[row] = whole[row]
-                    whole[row] = start
-                piece[row] += 1
-    return found
+        if block + 1 in ends:
+            piece, row = torch.tensor(ends[block + 1], device=device).T
+            for place, whole, start in zip(found, state, (-torch.inf, 0.0, 0.0)):
+                place[piece, row] = whole[row]
+                whole[row] = start
+    return list(zip(*found))
 
 
 def fold_left(states):
