@@ -20,6 +20,7 @@ from batch_variance.schedules import (
     own_length_rule,
     plan_from_schedule,
 )
+from batch_variance.schedules.flashmla_calls import _fill, _parts_needed
 from batch_variance.schedules.command import schedule as command
 
 GOLDEN = json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
@@ -147,6 +148,15 @@ def test_flashmla_calls_obey_the_format(lengths, rule, parts):
         for row, pieces in found.items():
             edges = chosen.bounds(blocks[row])
             assert sorted(pieces) == [(i, a, b) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.sampled_from(RULES), st.integers(0, 80))
+def test_counting_parts_agrees_with_filling_them(blocks, rule, more):
+    chosen = own_length_rule(rule)
+    bounds = [chosen.bounds(n) for n in blocks]
+    costs = [[b - a + 5 for a, b in zip(edges, edges[1:])] for edges in bounds]
+    quota = max(map(max, costs)) + more
+    assert _parts_needed(costs, quota) == len(_fill(bounds, quota, 5))
 
 
 def test_fewest_calls():

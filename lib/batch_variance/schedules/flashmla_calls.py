@@ -78,22 +78,38 @@ def _shares(weights: list[int], room: int) -> list[tuple[int, int]]:
 
 
 def _call(first_row: int, end_row: int, bounds: list[list[int]], parts: int, overhead: int) -> FlashMLACall:
-    """Fill parts up to the smallest quota with which the rows fit."""
-    low = max(e[i + 1] - e[i] + overhead for e in bounds for i in range(len(e) - 1))
-    high = sum(e[-1] + overhead * (len(e) - 1) for e in bounds)
+    """Fill parts up to the smallest quota with which the rows fit, searched upwards from the least conceivable."""
+    costs = [[b - a + overhead for a, b in zip(edges, edges[1:])] for edges in bounds]
+    low = max(max(map(max, costs)), -(-sum(map(sum, costs)) // parts))
+    high, step = low, 1
+    while _parts_needed(costs, high) > parts:
+        low, high, step = high + 1, high + step, 2 * step
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(bounds, middle, overhead)) > parts:
+        if _parts_needed(costs, middle) > parts:
             low = middle + 1
         else:
             high = middle
-    filled = _fill(bounds, low, overhead)
+    filled = _fill(bounds, high, overhead)
     batch = len(bounds)
     idle = Part(batch, batch - 1, 0, bounds[-1][-1], 0, 0, 0)
     num_splits = [0]
     for edges in bounds:
         num_splits.append(num_splits[-1] + len(edges) - 1)
     return FlashMLACall(first_row, end_row, filled + [idle] * (parts - len(filled)), num_splits)
+
+
+def _parts_needed(costs: list[list[int]], quota: int) -> int:
+    """How many parts ``_fill`` would use, without building them."""
+    count, left = 0, -1
+    for pieces in costs:
+        if pieces[0] <= left:
+            left -= pieces[0]
+        else:
+            count, left = count + 1, quota - pieces[0]
+        if len(pieces) > 1:
+            count, left = count + len(pieces) - 1, quota - pieces[-1]
+    return count
 
 
 def _fill(bounds: list[list[int]], quota: int, overhead: int) -> list[Part]:

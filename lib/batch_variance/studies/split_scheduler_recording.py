@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from ..common import BadInput, resolve_device, write_atomically
 from ..common.provenance import gpu_columns
 from ..hooks import flashmla
 from ..kernels.decode import (
@@ -24,7 +25,6 @@ from ..kernels.decode import (
     DevicePlan,
     Tile,
     Workspace,
-    default_tile,
     emulate,
     exact,
     launch,
@@ -364,14 +364,23 @@ def flashmla_time(op, make, rule: str, streams: int = 1) -> tuple[float, int]:
 # ---------------------------------------------------------------- the run
 
 
+KEYS = {
+    "decode": ["benchmark", "kernel", "policy", "shape", "m", "metric"],
+    "decode_bits": ["kernel", "policy", "shape", "m"],
+    "decode_ulp": ["kernel", "policy", "shape", "m", "ulp_up_to"],
+    "decode_tuning": ["shape", "m", "heads", "warps", "stages", "policy", "programs_per_fill"],
+}
+
+
 class Recorder:
     """Rows of the tables, saved after every stage; failures are counted and printed, not raised."""
 
     def __init__(self, folder: Path):
         self.folder, self.columns, self.failures = folder, gpu_columns(), 0
-        self.tables: dict[str, list[dict]] = {"decode": [], "decode_bits": [], "decode_ulp": [], "decode_tuning": []}
+        self.tables: dict[str, list[dict]] = {name: [] for name in KEYS}
 
     def attempt(self, label: str, work: Callable[[], object]):
+        """The work's result, or None where it failed."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - the recording goes on past any one shape
@@ -385,61 +394,32 @@ class Recorder:
         if found is None:
             return
         counts, histogram = found
-        self.tables["decode_bits"].append(
-            {"kernel": kernel, "policy": policy, "shape": shape, "m": batch, **counts, **self.columns}
-        )
+        where = {"kernel": kernel, "policy": policy, "shape": shape, "m": batch}
+        self.tables["decode_bits"].append({**where, **counts, **self.columns})
         for ulp, values in histogram.items():
-            self.tables["decode_ulp"].append(
-                {
-                    "kernel": kernel,
-                    "policy": policy,
-                    "shape": shape,
-                    "m": batch,
-                    "ulp_up_to": ulp,
-                    "values": values,
-                    **self.columns,
-                }
-            )
+            self.tables["decode_ulp"].append({**where, "ulp_up_to": ulp, "values": values, **self.columns})
+
+    def measure(self, kernel, policy, shape, batch, metric, unit, value, default):
+        """One row of the benchmark table; ``baseline`` is the default policy's value in this run."""
+        where = {"benchmark": "decode", "kernel": kernel, "policy": policy, "shape": shape, "m": batch}
+        figures = {"value": round(value, 3), "baseline": round(default, 3), "ratio": round(value / default, 4)}
+        self.tables["decode"].append({**where, "metric": metric, "unit": unit, **figures, **self.columns})
 
     def time(self, kernel, policy, shape, batch, microseconds, default):
-        for metric, unit, value in (("time", "us", microseconds),):
-            self.tables["decode"].append(
-                {
-                    "benchmark": "decode",
-                    "kernel": kernel,
-                    "policy": policy,
-                    "shape": shape,
-                    "m": batch,
-                    "metric": metric,
-                    "unit": unit,
-                    "value": round(value, 3),
-                    "baseline": round(default, 3),
-                    "ratio": round(value / default, 4),
-                    **self.columns,
-                }
-            )
+        self.measure(kernel, policy, shape, batch, "time", "us", microseconds, default)
 
     def calls(self, policy, shape, batch, calls):
-        self.tables["decode"].append(
-            {
-                "benchmark": "decode",
-                "kernel": "flashmla",
-                "policy": policy,
-                "shape": shape,
-                "m": batch,
-                "metric": "calls",
-                "unit": "count",
-                "value": calls,
-                "baseline": 1,
-                "ratio": calls,
-                **self.columns,
-            }
-        )
+        self.measure("flashmla", policy, shape, batch, "calls", "count", calls, 1)
 
     def save(self):
+        """Write the tables; rows of an earlier run stay where this run has none of the same key."""
         for name, rows in self.tables.items():
             if rows:
-                pd.DataFrame(rows).to_csv(self.folder / f"{name}.csv", index=False)
+                path, table = self.folder / f"{name}.csv", pd.DataFrame(rows)
+                if path.exists():
+                    table = pd.concat([pd.read_csv(path, dtype={"ulp_up_to": str}), table])
+                table = table.drop_duplicates(KEYS[name], keep="last")
+                write_atomically(path, lambda temporary, table=table: table.to_csv(temporary, index=False))
 
 
 def policy_of(rule: str) -> str:
@@ -628,13 +608,22 @@ def summary(rec: Recorder) -> None:
     print("failures", rec.failures)
 
 
-def main(arguments: list[str]) -> None:
-    folder, stages = Path(arguments[0]), arguments[1:] or ["check", "bits", "time"]
-    folder.mkdir(parents=True, exist_ok=True)
+def main(arguments: list[str]) -> int:
+    """Record into the folder named first, the stages named after it (all but ``tune`` if none). Returns failures.
+
+    Raises BadInput without a GPU, without a folder, or for an unknown stage.
+    """
+    stages = arguments[1:] or ["check", "bits", "time"]
+    unknown = sorted(set(stages) - {"check", "tune", "bits", "time"})
+    if not arguments or unknown:
+        raise BadInput(
+            f"{', '.join(unknown) or 'nothing'} was given: name a folder, then stages of check, tune, bits, time."
+        )
+    resolve_device("cuda")
     torch.manual_seed(0)
-    rec = Recorder(folder)
+    rec = Recorder(Path(arguments[0]))
+    print(rec.columns, flush=True)
     op = rec.attempt("load FlashMLA", flashmla.load)
-    print(default_tile.__doc__, rec.columns, flush=True)
     for stage, work in (
         ("check", lambda: check_stage(rec, op)),
         ("tune", lambda: tune_stage(rec)),
@@ -647,7 +636,8 @@ def main(arguments: list[str]) -> None:
             rec.save()
             print(f"stage {stage}: {time.time() - start:.0f} s", flush=True)
     summary(rec)
+    return rec.failures
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(1 if main(sys.argv[1:]) else 0)
