@@ -218,6 +218,24 @@ def test_the_control_catches_planted_faults(fault):
     assert compared == sum(SIZES) and differ > 0
 
 
+@pytest.mark.parametrize("value,change", [(1.0, 2.0**-23), (1.0, -(2.0**-24)), (0.0, torch.nan), (torch.nan, -torch.inf), (0.0, -0.0)])
+def test_the_control_counts_what_differs(value, change):
+    """One value of every second row, in batches of 4 only: one ULP up or down, a NaN gained or lost, the sign of zero."""
+    rows = torch.arange(40.0)[:, None].expand(40, 3)
+
+    def operation(x):
+        y = torch.full_like(x, value)
+        if len(x) == 4:
+            y[x[:, 0] % 2 == 1, 2] = torch.tensor(change) if value != 1 else 1 + torch.tensor(change)
+        return y
+
+    picks = [torch.randint(40, (size,), generator=g) for g in [torch.Generator().manual_seed(7)] for size in (3, 4, 4)]
+    odd = sum(int((pick % 2).sum()) for pick in picks[1:])
+    assert 0 < odd < 8
+    assert differing_rows(operation, rows, (3, 4, 4), seed=7) == (odd, 11)
+    assert differing_rows(operation, rows, (3, 5), seed=7) == (0, 8)
+
+
 def test_the_control_places_the_threshold():
     """The dispatch itself as a fault: no row differs up to 32 rows, nearly all do above."""
     w, x, rule = PreparedNVFP4(quantize(random(40, 64, seed=1))), random(24, 64), policy("default")
