@@ -12,11 +12,28 @@ from safetensors.torch import save_file  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
 TINY = dict(
-    model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=272, rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu",
-    max_position_embeddings=512, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, eos_token_id=256, bos_token_id=257,
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=272,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    eos_token_id=256,
+    bos_token_id=257,
 )
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 
 
 def _write_llama(folder, seed=0, **changes):
@@ -39,7 +56,11 @@ def _write_llama(folder, seed=0, **changes):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
-        for name, rows in (("q", heads * dim), ("k", config["num_key_value_heads"] * dim), ("v", config["num_key_value_heads"] * dim)):
+        for name, rows in (
+            ("q", heads * dim),
+            ("k", config["num_key_value_heads"] * dim),
+            ("v", config["num_key_value_heads"] * dim),
+        ):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = matrix(rows, hidden)
         tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
         for name, shape in (("gate", (neurons, hidden)), ("up", (neurons, hidden)), ("down", (hidden, neurons))):
@@ -52,7 +73,12 @@ def _write_llama(folder, seed=0, **changes):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_end|>", "<|im_start|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=TEMPLATE)
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="<|im_end|>",
+        bos_token="<|im_start|>",
+        chat_template=TEMPLATE,
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

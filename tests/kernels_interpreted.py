@@ -1,4 +1,4 @@
-"""Run by test_kernels_triton.py in a process of its own, where Triton's interpreter is on: prints one JSON line of results.
+"""Run by test_kernels_triton.py in a process of its own with Triton's interpreter on: prints one JSON line of results.
 
 Every output tensor starts as NaN. Products are float32, since the interpreter's bfloat16 is wrong.
 """
@@ -43,7 +43,9 @@ def record(name, found, exact, bound, **more):
 def differ(operation, rows, alone=(0, 1)):
     """Rows whose bits differ when computed alone."""
     together = operation(rows)
-    return sum(not torch.equal(operation(rows[i : i + 1])[0].view(torch.int32), together[i].view(torch.int32)) for i in alone)
+    return sum(
+        not torch.equal(operation(rows[i : i + 1])[0].view(torch.int32), together[i].view(torch.int32)) for i in alone
+    )
 
 
 def raises(operation):
@@ -67,7 +69,9 @@ for arithmetic in ARITHMETICS:
                rows_differ=differ(lambda rows: run(rows, w), x, (0, m - 1)) if m else 0)
     # Each finite e4m3 scale with each code, read out by one-hot rows: nothing is added, so nothing may differ.
     codes = pack(torch.arange(16, dtype=torch.uint8)).expand(254, 8).contiguous()
-    scales = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     w = NVFP4Tensor(codes, scales.unsqueeze(1).contiguous(), torch.tensor(0.0123))
     exact = matmul_float64(torch.eye(16), w, arithmetic).float().double()
     record(arithmetic.name, run(torch.eye(16), w), exact, 0.0, every_code=True)
@@ -75,20 +79,37 @@ for arithmetic in ARITHMETICS:
     x, w = random(4, 32), quantize(random(5, 32, seed=1).abs() + 1)
     x[1, 0], x[2, 0] = torch.nan, torch.inf  # what a load past row 0 or 1 would meet
     found = run(x, w)
-    results.append({"name": arithmetic.name, "special": [found[0].isfinite().all().item(), found[1].isnan().all().item(),
-                                                         found[2].isposinf().all().item(), found[3].isfinite().all().item()]})
+    results.append(
+        {
+            "name": arithmetic.name,
+            "special": [
+                found[0].isfinite().all().item(),
+                found[1].isnan().all().item(),
+                found[2].isposinf().all().item(),
+                found[3].isfinite().all().item(),
+            ],
+        }
+    )
 
 odd = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.3e38, 1e-40, -0.0, 5.5])
 x = torch.diag_embed(odd)
 x = torch.cat([x, torch.zeros(8, 8)], dim=1)
-ones = NVFP4Tensor(torch.full((3, 8), 0x22, dtype=torch.uint8), torch.ones(3, 1).to(torch.float8_e4m3fn), torch.tensor(1.0))
+ones = NVFP4Tensor(
+    torch.full((3, 8), 0x22, dtype=torch.uint8), torch.ones(3, 1).to(torch.float8_e4m3fn), torch.tensor(1.0)
+)
 record("rounding to bfloat16", nvfp4.matmul(x, ones, GEMV.but("rounded", activations="bfloat16")),
        odd.bfloat16().double()[:, None].expand(8, 3), 0.0)
 
 for m, n, k in ((0, 5, 7), (1, 1, 1), (17, 65, 33), (3, 70, 64)):
     x, w = random(m, k), random(n, k, seed=1)
     bound = k * 2.0**-23 * (x.abs().double() @ w.abs().double().t())
-    record("gemm", gemm.matmul(x, w), x.double() @ w.double().t(), bound, rows_differ=differ(lambda rows: gemm.matmul(rows, w), x) if m > 1 else 0)
+    record(
+        "gemm",
+        gemm.matmul(x, w),
+        x.double() @ w.double().t(),
+        bound,
+        rows_differ=differ(lambda rows: gemm.matmul(rows, w), x) if m > 1 else 0,
+    )
 strided = random(6, 40)[:, ::2]
 record("gemm", gemm.matmul(strided, random(5, 20, seed=1)), strided.double() @ random(5, 20, seed=1).double().t(), 1e-4)
 
@@ -111,16 +132,35 @@ for heads, kv_heads, dim, page in ((6, 2, 16, 16), (4, 4, 32, 16), (20, 1, 16, 3
             held[length:] = torch.nan
             pages[tables[row]] = held.view(3, page, kv_heads, dim)
     q = random(5, heads, dim, seed=2)
-    record("attention", attention.attend_paged(q, k, v, tables, lengths), attend_float64(q, k, v, tables, lengths), 2e-6,
-           rows_differ=differ(lambda i: attention.attend_paged(q[i], k, v, tables[i], lengths[i]), torch.arange(5), (0, 1, 3, 4)))
+    record(
+        "attention",
+        attention.attend_paged(q, k, v, tables, lengths),
+        attend_float64(q, k, v, tables, lengths),
+        2e-6,
+        rows_differ=differ(
+            lambda i: attention.attend_paged(q[i], k, v, tables[i], lengths[i]), torch.arange(5), (0, 1, 3, 4)
+        ),
+    )
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    record("attention", attention.attend_paged(turned, k, v, tables, lengths), attend_float64(q, k, v, tables, lengths), 2e-6)
+    record(
+        "attention",
+        attention.attend_paged(turned, k, v, tables, lengths),
+        attend_float64(q, k, v, tables, lengths),
+        2e-6,
+    )
     none = attention.attend_paged(q[:0], k, v, tables[:0], lengths[:0])
     record("attention", none, torch.zeros(0, heads, dim, dtype=torch.float64), 0.0)
 
 w = quantize(random(5, 32))
-results.append({"name": "misfits", "raised": [
-    raises(lambda: nvfp4.matmul(random(3, 16), w, GEMV)), raises(lambda: nvfp4.matmul(random(3, 32).double(), w, GEMM)),
-    raises(lambda: gemm.matmul(random(3, 16), random(5, 8))), raises(lambda: gemm.matmul(random(3, 16).half(), random(5, 16))),
-]})
+results.append(
+    {
+        "name": "misfits",
+        "raised": [
+            raises(lambda: nvfp4.matmul(random(3, 16), w, GEMV)),
+            raises(lambda: nvfp4.matmul(random(3, 32).double(), w, GEMM)),
+            raises(lambda: gemm.matmul(random(3, 16), random(5, 8))),
+            raises(lambda: gemm.matmul(random(3, 16).half(), random(5, 16))),
+        ],
+    }
+)
 print(json.dumps(results))

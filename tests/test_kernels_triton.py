@@ -1,4 +1,4 @@
-"""The Triton kernels of the engine in Triton's interpreter: what they compute. A GPU's order of additions needs a GPU."""
+"""The engine's Triton kernels in the interpreter: what they compute. A GPU's order of additions needs a GPU."""
 
 import json
 import os
@@ -8,14 +8,27 @@ from pathlib import Path
 
 import pytest
 
-NAMES = {"gemv": 4, "gemm": 4 + 5, "gemv, all rounded": 4, "gemm, exact": 4, "gemm, exact weights": 4, "norm": 4, "attention": 9}
+NAMES = {
+    "gemv": 4,
+    "gemm": 4 + 5,
+    "gemv, all rounded": 4,
+    "gemm, exact": 4,
+    "gemm, exact weights": 4,
+    "norm": 4,
+    "attention": 9,
+}
 
 
 @pytest.fixture(scope="module")
 def results():
     pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("kernels_interpreted.py"))], capture_output=True, text=True,
-                          timeout=240, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("kernels_interpreted.py"))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -30,7 +30,9 @@ def random(*shape, seed=0):
 def every_code_and_scale(tensor_scale: float) -> NVFP4Tensor:
     """254 rows of 16 columns: each finite e4m3 scale with each code."""
     codes = pack(torch.arange(16, dtype=torch.uint8)).expand(254, 8).contiguous()
-    scales = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8).view(
+        torch.float8_e4m3fn
+    )
     return NVFP4Tensor(codes, scales.unsqueeze(1), torch.tensor(tensor_scale))
 
 
@@ -39,7 +41,9 @@ def numpy_weight(w: NVFP4Tensor, folded: bool, rounded: bool) -> np.ndarray:
     packed = w.codes.numpy()
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    values *= np.repeat(w.block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=1)
+    values *= np.repeat(
+        w.block_scale.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=1
+    )
     if folded:
         values = (values.astype(np.float32) * w.tensor_scale.numpy()).astype(np.float64)
     return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) if rounded else values
@@ -47,7 +51,9 @@ def numpy_weight(w: NVFP4Tensor, folded: bool, rounded: bool) -> np.ndarray:
 
 def numpy_matmul(x: torch.Tensor, w: NVFP4Tensor, a: Arithmetic) -> tuple[np.ndarray, np.ndarray]:
     """float64 result of the rounded operands, and the same of their magnitudes, which bounds float32's error."""
-    inputs = x.numpy().astype(ml_dtypes.bfloat16).astype(np.float64) if a.activations == "bfloat16" else x.double().numpy()
+    inputs = (
+        x.numpy().astype(ml_dtypes.bfloat16).astype(np.float64) if a.activations == "bfloat16" else x.double().numpy()
+    )
     weight = numpy_weight(w, a.tensor_scale == "before", a.weights == "bfloat16")
     scale = float(w.tensor_scale) if a.tensor_scale == "after" else 1.0
     return inputs @ weight.T * scale, np.abs(inputs) @ np.abs(weight).T * scale

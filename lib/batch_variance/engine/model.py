@@ -108,10 +108,14 @@ def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool 
     try:
         return _assemble(shape, raw, device, dtype, nvfp4, split)
     except KeyError as error:
-        raise BadInput(f"{folder} holds no tensor {error.args[0]!r}: a file may be missing, so fetch the model again.") from None
+        raise BadInput(
+            f"{folder} holds no tensor {error.args[0]!r}: a file may be missing, so fetch the model again."
+        ) from None
 
 
-def _assemble(shape: Architecture, raw: dict[str, torch.Tensor], device, dtype, nvfp4: bool, split: ExpertSplit | None) -> Weights:
+def _assemble(
+    shape: Architecture, raw: dict[str, torch.Tensor], device, dtype, nvfp4: bool, split: ExpertSplit | None
+) -> Weights:
     def prepare(weight: torch.Tensor) -> Weight:
         return PreparedNVFP4(quantize(weight)) if nvfp4 else weight.contiguous()
 
@@ -218,7 +222,7 @@ class Model:
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up from [T, 2 x neurons], row-invariant."""
     gate, up = gate_up.chunk(2, dim=-1)
-    # F.silu computes the tail of each thread's share by another exp than the rest, and where a share ends depends on T.
+    # F.silu computes the tail of each thread's share by another exp, and where a share ends depends on T.
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 

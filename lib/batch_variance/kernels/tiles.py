@@ -44,7 +44,8 @@ def differing_rows(
         pick = torch.randint(rows.shape[0], (size,), generator=generator).to(rows.device)
         found = operation(rows[pick])
         # Equal values are equal bits but for the sign of zero; all NaNs are one.
-        same = (found == alone[pick]) & (found.signbit() == alone[pick].signbit()) | (found.isnan() & alone[pick].isnan())
+        expected = alone[pick]
+        same = (found == expected) & (found.signbit() == expected.signbit()) | (found.isnan() & expected.isnan())
         differ += int((~same).flatten(1).any(1).sum())
         compared += size
     return differ, compared

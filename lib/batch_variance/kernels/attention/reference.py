@@ -43,7 +43,7 @@ def attend_paged(
         held = tables[active, index]
         key = k_pages[held].float().permute(0, 2, 3, 1)
         valid = torch.arange(page) < (lengths[active] - index * page).unsqueeze(1)
-        # What lies behind a row's length is a later token's or a page's last owner's: weight 0 would still pass its NaN on.
+        # Behind a row's length lies what a later token or the page's last owner left: weight 0 would pass its NaN on.
         value = v_pages[held].float().masked_fill(~valid[:, :, None, None], 0.0).permute(0, 2, 1, 3)
         scores = by_tiles(torch.matmul, query[active], key)
         scores = scores.masked_fill(~valid[:, None, None, :], -torch.inf)
