@@ -68,8 +68,11 @@ def environment() -> dict:
     return found
 
 
+GPU_COLUMNS = ("gpu", "driver", "torch", "triton", "commit", "date")
+
+
 def gpu_columns() -> dict:
-    """The provenance columns of a recorded table: gpu, driver, torch, triton, commit, date."""
+    """GPU_COLUMNS, the provenance of every row of a recorded table."""
     found = environment()
     return {
         "gpu": found["gpu"],

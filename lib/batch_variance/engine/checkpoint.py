@@ -301,15 +301,21 @@ class ChatTokenizer:
         self._template = template.read_text() if template.is_file() else config.get("chat_template")
         self._special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
 
-    def chat(self, message: str) -> list[int]:
-        """Token ids of one user message through the chat template, ready for the assistant's answer."""
+    def chat(self, message: str, system: str | None = None) -> list[int]:
+        """Token ids of one user message through the chat template, ready for the assistant's answer.
+
+        system: the system message; None leaves the template's own, "" is an empty one.
+        """
         if not self._template:
             return self.encode(message)
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        messages = [{"role": "user", "content": message}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         text = environment.from_string(self._template).render(
-            messages=[{"role": "user", "content": message}], add_generation_prompt=True, **self._special
+            messages=messages, add_generation_prompt=True, **self._special
         )
         return self.encode(text)
 

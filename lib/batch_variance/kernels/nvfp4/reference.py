@@ -7,8 +7,8 @@ from ...numerics import NVFP4Tensor
 from ..tiles import by_tiles
 from .arithmetic import Arithmetic
 
-# The emulated GEMV adds this many K ranges separately and folds them as a tree, as a GPU's warps would.
-GEMV_RANGES = 4
+# The emulated GEMV adds this many K ranges separately and then folds them, as a GPU's warps would.
+GEMV_RANGES = 2
 
 
 def unpacked_weight(weight: NVFP4Tensor, arithmetic: Arithmetic) -> torch.Tensor:

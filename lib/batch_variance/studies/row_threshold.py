@@ -1,0 +1,509 @@
+"""Does a matmul that picks its kernel by row count change greedy texts, by what, and does forcing one path end it?
+
+The mechanism of gllm issue 98 on a real model: an engine serves the same prompts at several concurrencies under each
+dispatch policy; two runs, A and B, differ only in arrival jitter. The base operations under the policies are
+row-invariant, so what varies is the policy's doing; `base_operations` is the control that proves it.
+"""
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import Field, field_validator
+from tqdm.auto import tqdm
+
+from ..common import BadInput, Rate, data_path, resolve_device, write_atomically
+from ..common.devices import simulated_tier
+from ..common.provenance import GPU_COLUMNS, gpu_columns
+from ..engine import ChatTokenizer, EngineConfig, Load, Model, Run, hf_folder, load_weights, serve
+from ..engine.experts import SPLITS, perplexity, prompt_logits, python_docs, split_for
+from ..kernels.nvfp4 import GEMM, GEMV, POLICY_NAMES, policy
+from ..kernels.nvfp4.reference import matmul_float64
+from ..kernels.sets import KernelSet, NativeKernels, kernel_set
+from ..kernels.tiles import differing_rows
+from ..numerics import row_scaled_ulp, ulp_distance
+from .parameters import StudyParameters
+
+SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65)
+RECORDED = "row_threshold"
+RECORDED_TABLES = ("variants", "pairs", "crossings", "decomposition", "agreement", "control", "quality")
+
+
+class Parameters(StudyParameters):
+    """Parameters of notebook 01."""
+
+    model: str
+    ffn: Literal["moe", "dense"]
+    experts: int
+    top_k: int
+    expert_split: Literal[SPLITS]
+    threshold: int
+    policies: list[str]
+    concurrencies: list[int]
+    cycles: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    native_tokens: int = Field(ge=1)
+    perplexity_tokens: int = Field(ge=2)
+    prompts: str
+    seed: int
+    device: str
+    record: str
+
+    @field_validator("threshold")
+    @classmethod
+    def _threshold(cls, value: int) -> int:
+        policy("default", value)
+        return value
+
+    @field_validator("policies")
+    @classmethod
+    def _policies(cls, value: list[str]) -> list[str]:
+        for name in value:
+            policy(name)
+        if not {"default", "force-gemv"} <= set(value):
+            raise ValueError("default and force-gemv must both be among them: each is the other's control.")
+        return value
+
+    @field_validator("concurrencies")
+    @classmethod
+    def _concurrencies(cls, value: list[int]) -> list[int]:
+        if 1 not in value or min(value) < 1 or len(set(value)) < len(value):
+            raise ValueError("give different whole numbers from 1, with 1 (the solo reference) among them.")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        resolve_device(value)
+        return value
+
+    @field_validator("prompts")
+    @classmethod
+    def _prompts(cls, value: str) -> str:
+        read_prompts(value)
+        return value
+
+
+def read_prompts(path: str) -> list[str]:
+    """A JSON list of texts; "" is the shipped one. Raises BadInput when the file is missing, empty or something else."""
+    file = Path(path) if path else data_path("prompts.json")
+    if not file.is_file():
+        raise BadInput(f"there is no file {file}: give a JSON list of prompts, or '' for the shipped ones.")
+    try:
+        found = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise BadInput(f"{file} is not JSON: give a list of strings.") from None
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text.strip() for text in found):
+        raise BadInput(f"{file} holds no list of texts: give a JSON list of at least one string, none of them blank.")
+    return found
+
+
+@dataclass
+class Setup:
+    """What every part of the study uses: the prompts as token ids, the kernels, and the weights under study."""
+
+    p: Parameters
+    folder: Path
+    tokenizer: ChatTokenizer
+    texts: list[str]
+    prompts: list[list[int]]
+    kernels: KernelSet
+    weights: object
+    dense: object
+
+    @property
+    def tier(self) -> str:
+        return simulated_tier(self.kernels.device)
+
+    def model(self, name: str) -> Model:
+        return Model(self.weights, self.kernels, policy(name, self.p.threshold))
+
+    def first_ffn(self, layer: int):
+        """A layer's FFN, or its first expert."""
+        ffn = self.weights.layers[layer].ffn
+        return ffn if self.p.ffn == "dense" else ffn.ffns[0]
+
+    @cached_property
+    def ffn_inputs(self) -> dict[int, torch.Tensor]:
+        """float32 [rows, hidden] that the FFNs of every third layer see on the first prompts, by layer."""
+        shape = self.weights.shape
+        kept: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(1, shape.layers, 3)}
+
+        def observe(layer: int, hidden: torch.Tensor) -> None:
+            if layer + 1 in kept:
+                following = self.weights.layers[layer + 1]
+                kept[layer + 1].append(self.kernels.rms_norm(hidden, following.ffn_norm, shape.rms_eps))
+
+        for prompt in self.prompts[:4]:
+            prompt_logits(self.model("force-gemv"), prompt, observe)
+        return {layer: torch.cat(parts) for layer, parts in kept.items() if parts}
+
+
+def prepare(p: Parameters) -> Setup:
+    """Load the model, quantize its FFN to NVFP4 and, for ``ffn = "moe"``, cut it into experts.
+
+    Prompts go through the chat template with an empty system message, so that most are shorter than gllm's threshold:
+    alone, their prefill takes the GEMV. Raises BadInput as the loader does.
+    """
+    device = resolve_device(p.device)
+    folder = hf_folder(p.model)
+    tokenizer, texts = ChatTokenizer(folder), read_prompts(p.prompts)
+    dense = load_weights(folder, device)
+    split = split_for(dense, folder, p.model, p.expert_split, p.experts, p.top_k) if p.ffn == "moe" else None
+    weights = load_weights(folder, device, nvfp4=True, split=split)
+    prompts = [tokenizer.chat(text, system="") for text in texts]
+    return Setup(p, folder, tokenizer, texts, prompts, kernel_set(device), weights, dense)
+
+
+# --- The phenomenon on the reader's own CPU ---------------------------------------------------------------------------
+
+
+def native_texts(setup: Setup) -> pd.DataFrame:
+    """Serve every prompt alone and all together on the CPU's own matmul, by dtype and with oneDNN on or off.
+
+    Returns a row a (dtype, onednn, prompt): text_changed, tokens compared, margins_changed (tokens before the first
+    divergence whose top-two margin moved by a bit), first_divergence (-1: none), rerun_same.
+    """
+    if not torch.backends.mkldnn.is_available():
+        raise BadInput("this torch was built without oneDNN: the intervention on it cannot be made here.")
+    rows = []
+    for dtype, onednn in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        weights = load_weights(setup.folder, torch.device("cpu"), dtype=dtype)
+        model = Model(weights, NativeKernels(), policy("default"))
+        with torch.backends.mkldnn.flags(enabled=onednn):
+            run = partial(_native_run, model, setup)
+            alone, together, again = run(1), run(len(setup.prompts)), run(len(setup.prompts))
+        for one, many, repeat in zip(alone, together, again):
+            split = first_divergence(one.output, many.output)
+            shared = len(one.output) if split < 0 else split
+            moved = sum(x != y for x, y in zip(one.margins[:shared], many.margins[:shared]))
+            rows.append({
+                "dtype": str(dtype).removeprefix("torch."), "onednn": "on" if onednn else "off", "prompt": one.prompt,
+                "text_changed": split >= 0, "first_divergence": split, "tokens": shared, "margins_changed": moved,
+                "exact_ties": sum(margin == 0 for margin in one.margins), "rerun_same": many.output == repeat.output,
+            })
+    return pd.DataFrame(rows)
+
+
+def _native_run(model: Model, setup: Setup, concurrency: int):
+    load = Load(concurrency, len(setup.prompts), setup.p.native_tokens, seed=0, jitter=0)
+    return serve(model, setup.prompts, load, _config(setup, load, max_rows=4096)).requests
+
+
+def _config(setup: Setup, load: Load, **changes) -> EngineConfig:
+    """A KV cache no larger than the load needs; every request runs to its full length."""
+    longest = max(map(len, setup.prompts)) + load.max_tokens
+    return EngineConfig(max_requests=load.concurrency, max_length=longest, ignore_eos=True, **changes)
+
+
+def native_summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row a condition: texts changed of how many, with interval; tokens whose margin moved; exact ties."""
+    rows = []
+    for (dtype, onednn), part in frame.groupby(["dtype", "onednn"], sort=False):
+        rate = Rate(int(part.text_changed.sum()), len(part))
+        rows.append({
+            "dtype": dtype, "oneDNN": onednn, "texts": len(part), "texts changed": rate.events, "low": rate.interval[0],
+            "high": rate.interval[1], "tokens compared": int(part.tokens.sum()), "margins moved": int(part.margins_changed.sum()),
+            "exact ties": int(part.exact_ties.sum()), "re-run same": bool(part.rerun_same.all()),
+        })
+    return pd.DataFrame(rows).sort_values(["dtype", "oneDNN"], ascending=[False, False]).reset_index(drop=True)
+
+
+def first_divergence(a: list[int], b: list[int]) -> int:
+    """Index of the first token that differs, -1 when the texts are the same."""
+    split = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return -1 if split == len(a) == len(b) else split
+
+
+# --- Controls ---------------------------------------------------------------------------------------------------------
+
+
+def base_operations(setup: Setup) -> pd.DataFrame:
+    """The negative control: rows alone against rows among others, for every operation under the policies.
+
+    Its positive control, the last row, is a matmul with a planted fault: its last row's sum starts at another end when
+    more than one row is present. Returns operation, shape, rows compared, rows that differ, planted.
+    """
+    shape, kernels = setup.weights.shape, setup.kernels
+    layer = setup.weights.layers[0]
+    ffn = setup.first_ffn(0)
+    generator = torch.Generator().manual_seed(setup.p.seed)
+
+    def random(width: int) -> torch.Tensor:
+        return torch.randn(24, width, generator=generator).to(kernels.device)
+
+    matmuls = {"qkv": layer.qkv, "attention output": layer.output, "logits": setup.weights.head}
+    if setup.p.ffn == "moe":
+        matmuls["router"] = layer.ffn.router
+    cases = [(name, tuple(w.shape), partial(kernels.linear, weight=w), random(w.shape[1])) for name, w in matmuls.items()]
+    for arithmetic, (name, w) in itertools.product((GEMV, GEMM), {"gate and up": ffn.gate_up, "down": ffn.down}.items()):
+        multiply = partial(kernels.nvfp4, weight=w, arithmetic=arithmetic)
+        cases.append((f"{name}, {arithmetic.name}", tuple(w.weight.shape), multiply, random(w.weight.shape[1])))
+    norm = partial(kernels.rms_norm, weight=layer.ffn_norm, eps=shape.rms_eps)
+    cases.append(("RMSNorm", (shape.hidden,), norm, random(shape.hidden)))
+    cases.append(("attention", (shape.heads, shape.head_dim), *_attention_case(setup, generator)))
+    planted = partial(_planted_fault, kernels, layer.output)
+    cases.append(("planted fault", tuple(layer.output.shape), planted, random(layer.output.shape[1])))
+    rows = []
+    for name, size, operation, x in cases:
+        differ, compared = differing_rows(operation, x, SIZES, setup.p.seed)
+        rows.append({"operation": name, "shape": " x ".join(map(str, size)), "rows compared": compared, "rows that differ": differ,
+                     "planted": name == "planted fault"})
+    return pd.DataFrame(rows)
+
+
+def _attention_case(setup: Setup, generator: torch.Generator):
+    shape, device = setup.weights.shape, setup.kernels.device
+    k_pages, v_pages = (torch.randn(64, 16, shape.kv_heads, shape.head_dim, generator=generator).to(device) for _ in "kv")
+    tables = torch.stack([torch.randperm(64, generator=generator)[:8] for _ in range(24)]).to(device)
+    lengths = torch.randint(0, 129, (24,), generator=generator).to(device)
+    q = torch.randn(24, shape.heads, shape.head_dim, generator=generator).to(device)
+
+    def operation(rows: torch.Tensor) -> torch.Tensor:
+        pick = rows[:, 0].to(torch.int64)
+        return setup.kernels.attend(q[pick], k_pages, v_pages, tables[pick], lengths[pick]).flatten(1)
+
+    return operation, torch.arange(24, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def _planted_fault(kernels: KernelSet, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A matmul that cuts K in two when several rows are present: what a split-K heuristic does."""
+    if x.shape[0] == 1:
+        return kernels.linear(x, weight)
+    half = x.shape[1] // 2
+    return kernels.linear(x[:, :half].contiguous(), weight[:, :half].contiguous()) + kernels.linear(
+        x[:, half:].contiguous(), weight[:, half:].contiguous())
+
+
+def quality(setup: Setup) -> pd.DataFrame:
+    """Perplexity on Python's own help topics: the dense model as loaded, and the model under study."""
+    text = python_docs(setup.tokenizer, 20_000, setup.p.perplexity_tokens)
+    models = {"dense, " + str(setup.dense.embedding.dtype).removeprefix("torch."): Model(setup.dense, setup.kernels, policy("default"))}
+    models[setup.weights.label] = setup.model("force-gemv")
+    return pd.DataFrame([{"model": name, "perplexity": perplexity(model, text), "tokens": len(text)} for name, model in models.items()])
+
+
+# --- Serving under each policy ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Results:
+    """Tidy tables of the serving runs. requests: a row a request; matmuls: a row a (cell, rows, decode rows, kernel)."""
+
+    requests: pd.DataFrame
+    matmuls: pd.DataFrame
+
+
+def serve_policies(setup: Setup) -> Results:
+    """Runs A and B of every (policy, concurrency). Concurrency 1 is the reference each request is compared with."""
+    p = setup.p
+    cells = list(itertools.product(p.policies, sorted(p.concurrencies), "AB"))
+    total = sum(_requests(p, len(setup.prompts), c) for _, c, _ in cells)
+    requests, matmuls, solo = [], [], {}
+    with tqdm(total=total, desc="requests", mininterval=1.0) as bar:
+        for name, concurrency, run in cells:
+            load = Load(concurrency, _requests(p, len(setup.prompts), concurrency), p.tokens, seed=_seed(p, concurrency, run))
+            began = time.perf_counter()
+            found = serve(setup.model(name), setup.prompts, load, _config(setup, load), lambda _: bar.update())
+            seconds = time.perf_counter() - began
+            if concurrency == 1 and run == "A":
+                solo[name] = {r.prompt: r.output for r in found.requests}
+            cell = {"policy": name, "concurrency": concurrency, "run": run}
+            requests += _request_rows(found, solo[name], cell, seconds)
+            matmuls += _matmul_rows(found, cell)
+    return Results(pd.DataFrame(requests), pd.DataFrame(matmuls))
+
+
+def _requests(p: Parameters, prompts: int, concurrency: int) -> int:
+    return max(prompts, p.cycles * concurrency)
+
+
+def _seed(p: Parameters, concurrency: int, run: str) -> int:
+    return p.seed * 1000 + 2 * concurrency + (run == "B")
+
+
+def _request_rows(run: Run, solo: dict[int, list[int]], cell: dict, seconds: float) -> list[dict]:
+    beside: dict[int, list[int]] = {}
+    for step in run.steps:
+        for number, _, _ in step.rows:
+            beside.setdefault(number, []).append(step.co_resident_rows)
+    texts: dict[int, list[list[int]]] = {}
+    rows = []
+    for request in run.requests:
+        known = texts.setdefault(request.prompt, [])
+        if request.output not in known:
+            known.append(request.output)
+        rows.append({
+            **cell, "request": request.number, "prompt": request.prompt, "variant": known.index(request.output),
+            "first_divergence": first_divergence(solo[request.prompt], request.output),
+            "co_resident_rows": float(np.mean(beside[request.number])), "smallest_margin": min(request.margins),
+            "tokens": " ".join(map(str, request.output)), "run_seconds": seconds,
+        })
+    return rows
+
+
+def _matmul_rows(run: Run, cell: dict) -> list[dict]:
+    counts: dict[tuple, int] = {}
+    for step in run.steps:
+        for m in step.matmuls:
+            counts[m.rows, m.decode_rows, m.kernel] = counts.get((m.rows, m.decode_rows, m.kernel), 0) + 1
+    return [{**cell, "rows": r, "decode_rows": d, "kernel": k, "ffns": n} for (r, d, k), n in sorted(counts.items())]
+
+
+def variants(requests: pd.DataFrame) -> pd.DataFrame:
+    """The issue's table: a row a (policy, concurrency, run) with requests, prompts with more than one greedy output,
+    most variants of one prompt, and requests that differ from the same prompt served alone, with interval."""
+    rows = []
+    for (name, concurrency, run), part in requests.groupby(["policy", "concurrency", "run"], sort=False):
+        outputs = part.groupby("prompt").variant.nunique()
+        rate = Rate(int((part.first_divergence >= 0).sum()), len(part))
+        rows.append({
+            "policy": name, "concurrency": concurrency, "run": run, "requests": len(part), "prompts": len(outputs),
+            "prompts with more than one output": int((outputs > 1).sum()), "most variants": int(outputs.max()),
+            "differ from alone": rate.events, "low": rate.interval[0], "high": rate.interval[1],
+            "co-resident rows": round(float(part.co_resident_rows.mean()), 1),
+        })
+    return pd.DataFrame(rows)
+
+
+def pairs(requests: pd.DataFrame) -> pd.DataFrame:
+    """Run A against run B request by request: requests, how many differ, with interval."""
+    rows = []
+    for (name, concurrency), part in requests.groupby(["policy", "concurrency"], sort=False):
+        wide = part.pivot(index="request", columns="run", values="tokens")
+        rate = Rate(int((wide.A != wide.B).sum()), len(wide))
+        rows.append({"policy": name, "concurrency": concurrency, "requests": rate.trials, "differ between A and B": rate.events,
+                     "low": rate.interval[0], "high": rate.interval[1]})
+    return pd.DataFrame(rows)
+
+
+def crossings(matmuls: pd.DataFrame, threshold: int) -> pd.DataFrame:
+    """How often an FFN ran above the threshold, and how the rows got there.
+
+    decode alone: its decode rows were already over; through prefill: only with prefill rows. with_decode: crossings
+    that carried decode rows along. Counts are FFNs (one a layer, or one an expert and layer) over all runs.
+    """
+    rows = []
+    for (name, concurrency), part in matmuls.groupby(["policy", "concurrency"], sort=False):
+        over = part[part.rows > threshold]
+        alone = over.decode_rows > threshold
+        rows.append({
+            "policy": name, "concurrency": concurrency, "FFNs": int(part.ffns.sum()), "over the threshold": int(over.ffns.sum()),
+            "by decode rows alone": int(over.ffns[alone].sum()), "through prefill": int(over.ffns[~alone].sum()),
+            "of these with decode rows": int(over.ffns[~alone & (over.decode_rows > 0)].sum()), "kernels": ", ".join(sorted(set(part.kernel))),
+        })
+    return pd.DataFrame(rows)
+
+
+def total_variants(table: pd.DataFrame, name: str) -> tuple[int, int, int]:
+    """(prompts with more than one output, requests that differ from alone, requests) over a policy's cells above concurrency 1."""
+    part = table[(table.policy == name) & (table.concurrency > 1)]
+    return (int(part["prompts with more than one output"].sum()), int(part["differ from alone"].sum()), int(part.requests.sum()))
+
+
+# --- What the two paths' difference is made of ------------------------------------------------------------------------
+
+FACTORS = {"activation rounding": "activations", "weight rounding": "tensor_scale", "order of additions": "order"}
+
+
+def decompose(setup: Setup) -> pd.DataFrame:
+    """Switch each difference between the two paths on alone, and off alone, on the model's real FFN inputs.
+
+    The matmul is the gate and up projection, on `Setup.ffn_inputs`. Weight rounding is moved by where the tensor scale is
+    folded in: applied to the sum, the unpacked weight is exact in bfloat16. Returns a row a (layer, step) with the
+    distances to the GEMV's output (share of values with other bits, median ULP, median and largest row-scaled ULP,
+    relative size of the difference) and the output's relative error against float64.
+    """
+    steps = {"GEMV, run again": GEMV}
+    for label, field in FACTORS.items():
+        steps[f"only {label}"] = GEMV.but("variant", **_from(GEMM, field))
+    for label, field in FACTORS.items():
+        steps[f"all but {label}"] = GEMM.but("variant", **_from(GEMV, field))
+    steps["GEMM (all three)"] = GEMM
+    rows = []
+    for layer, x in setup.ffn_inputs.items():
+        weight = setup.first_ffn(layer).gate_up
+        base, exact = setup.kernels.nvfp4(x, weight, GEMV), matmul_float64(x, weight.weight)
+        size = exact.norm()
+        for step, arithmetic in steps.items():
+            y = setup.kernels.nvfp4(x, weight, arithmetic)
+            scaled = row_scaled_ulp(base, y)
+            rows.append({
+                "layer": layer, "step": step, "values": y.numel(), "other_bits": float((ulp_distance(base, y) > 0).double().mean()),
+                "median_ulp": int(ulp_distance(base, y).median()), "median_row_scaled_ulp": float(scaled.median()),
+                "largest_row_scaled_ulp": float(scaled.max()), "relative_difference": float((y - base).double().norm() / size),
+                "relative_error": float((y.double() - exact).norm() / size),
+            })
+    return pd.DataFrame(rows)
+
+
+def _from(arithmetic, field: str) -> dict:
+    """The choices that one factor moves. Weight rounding is two of them: the dtype and where the scale goes."""
+    names = ("weights", "tensor_scale") if field == "tensor_scale" else (field,)
+    return {name: getattr(arithmetic, name) for name in names}
+
+
+def path_agreement(setup: Setup) -> pd.DataFrame:
+    """For each policy with two paths, how far they lie apart on the same inputs: the answer to the issue's second question.
+
+    Returns policy, values, share with other bits, median and largest row-scaled ULP, relative difference.
+    """
+    rows = []
+    for name in POLICY_NAMES:
+        rules = policy(name, setup.p.threshold).rules
+        if len(rules) < 2:
+            continue
+        for layer, x in setup.ffn_inputs.items():
+            weight = setup.first_ffn(layer).gate_up
+            below, above = (setup.kernels.nvfp4(x, weight, rule.arithmetic) for rule in rules)
+            scaled = row_scaled_ulp(below, above)
+            rows.append({
+                "policy": name, "layer": layer, "values": below.numel(),
+                "other_bits": float((ulp_distance(below, above) > 0).double().mean()),
+                "median_row_scaled_ulp": float(scaled.median()), "largest_row_scaled_ulp": float(scaled.max()),
+                "relative_difference": float((below - above).double().norm() / below.double().norm()),
+            })
+    return pd.DataFrame(rows)
+
+
+# --- Recorded results -------------------------------------------------------------------------------------------------
+
+
+_STAMP = ("ffn", "model", "label", "threshold")
+
+
+def save(setup: Setup, tables: dict[str, pd.DataFrame], folder: str | Path) -> list[Path]:
+    """Write each table as ``<folder>/row_threshold_<ffn>_<name>.csv`` with what ran beside every row; "" writes none."""
+    if not folder:
+        return []
+    stamp = dict(zip(_STAMP, (setup.p.ffn, setup.p.model, setup.weights.label, setup.p.threshold))) | gpu_columns()
+    written = []
+    for name, frame in tables.items():
+        path = Path(folder) / f"{RECORDED}_{setup.p.ffn}_{name}.csv"
+        written.append(write_atomically(path, partial(frame.assign(**stamp).to_csv, index=False)))
+    return written
+
+
+def recorded(name: str, ffn: str) -> pd.DataFrame:
+    """A table recorded on a GPU, empty where none is committed."""
+    path = data_path("recorded", f"{RECORDED}_{ffn}_{name}.csv")
+    return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+
+
+def unstamped(frame: pd.DataFrame) -> pd.DataFrame:
+    """A recorded table without the columns that say what ran."""
+    return frame.drop(columns=[name for name in (*_STAMP, *GPU_COLUMNS, "solo_texts_differ") if name in frame])
+
+
+def recorded_source(frame: pd.DataFrame) -> str:
+    """One sentence on where a recorded table comes from."""
+    row = frame.iloc[0]
+    return (f"Recorded on {row.gpu} (driver {row.driver}, torch {row.torch}, triton {row.triton}) on {row.date}, "
+            f"commit {row.commit}; {row.label}.")
