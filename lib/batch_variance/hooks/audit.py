@@ -28,6 +28,7 @@ from .subjects import CausalSubject, Subject
 
 AUDIT_AXES = ("rerun", "contents", "composition", "position", "solo")
 SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
+_BACKWARD_ONLY = frozenset({"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"})
 _WINDOW = 40  # how far ahead an operation that ran in only one of two runs is looked for
 
 
@@ -107,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         written = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)] if function._schema.is_mutable else []
         before = [_copy(leaf) if i in written else leaf for i, leaf in enumerate(leaves)]
         result = function(*args, **kwargs)
-        outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        outputs = _results(function, result)
         if any(t.numel() for t in outputs):
             self._saw(self, function, before, spec, outputs)
         return result
@@ -374,7 +375,7 @@ class Audit:
                 "introduces": int(part["introduces"].sum()), "propagates": int(part["propagates"].sum()),
                 "share_varies": float(part["solo"].eq(True).mean()), "max_ulp_in": int(part["max_ulp_in"].max()), "max_ulp_out": int(part["max_ulp_out"].max()),
                 "max_ulp_introduced": int(part["max_ulp_introduced"].max()), "max_row_scaled_ulp_in": float(part["max_row_scaled_ulp_in"].max()),
-                "max_row_scaled_ulp_out": float(part["max_row_scaled_ulp_out"].max()),
+                "max_row_scaled_ulp_out": float(part["max_row_scaled_ulp_out"].max()), "note": "; ".join(dict.fromkeys(note for note in part["note"] if note)),
             })  # fmt: skip
         return pd.DataFrame(rows)
 
@@ -457,7 +458,15 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 def _outputs(function: Callable, leaves: Sequence[Any], spec: Any) -> list[torch.Tensor]:
     args, kwargs = tree_unflatten(list(leaves), spec)
-    return [t for t in tree_flatten(function(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
+    return _results(function, function(*args, **kwargs))
+
+
+def _results(function: Callable, result: Any) -> list[torch.Tensor]:
+    """The tensors that an operation computed. What fused attention returns for its backward pass alone is left out: seeds and
+    offsets are not even written where nothing is dropped, so their bits are whatever lay in memory."""
+    named = zip(function._schema.returns, result) if isinstance(result, tuple) else ((None, result),)
+    kept = [value for declared, value in named if declared is None or declared.name not in _BACKWARD_ONLY]
+    return [t for t in tree_flatten(kept)[0] if isinstance(t, torch.Tensor)]
 
 
 def without_layer(module: str) -> str:

@@ -1,6 +1,7 @@
 """What a probe costs the engine that it sits in: the same load served plain, with the probe, and again with the probe gone.
 
-Run as ``python -m batch_variance.hooks.overhead FOLDER`` on a GPU it prints a table and writes it as CSV.
+Run as ``python -m batch_variance.hooks.overhead FOLDER`` it prints a table and writes it as CSV.
+The engine runs in float32, on Triton kernels where there is a GPU and on torch's own where there is none.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from ..common.provenance import gpu_columns
 from ..engine.client import Load, serve
 from ..engine.model import Model, load_weights
 from ..kernels.nvfp4.policy import policy
-from ..kernels.sets import EmulatedKernels, TritonKernels
+from ..kernels.sets import NativeKernels, TritonKernels
 from .adapters import engine_sites
 
 SAMPLING = {
@@ -81,13 +82,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="a Llama model's folder in the Hugging Face layout")
     parser.add_argument("--out", type=Path, help="CSV to write")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=32)
     given = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
-    weights = load_weights(given.folder, torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
-    model = Model(weights, TritonKernels() if cuda else EmulatedKernels(), policy("default"))
+    weights = load_weights(given.folder, torch.device("cuda" if cuda else "cpu"))
+    model = Model(weights, TritonKernels() if cuda else NativeKernels(), policy("default"))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, weights.shape.vocabulary, (24,), generator=generator).tolist() for _ in range(8)]
-    table = measure(model, prompts, rounds=given.rounds)
+    table = measure(model, prompts, rounds=given.rounds, tokens=given.tokens).assign(tier="live-gpu" if cuda else "cpu-native")
     print(table.to_string(index=False))
     if given.out:
         write_atomically(given.out, lambda path: table.assign(**gpu_columns()).to_csv(path, index=False))
