@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 import torch
 
 from ..common import BadInput
+from ..schedules import make_plan
 from .model import MatmulRecord, Model, StepRows
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """max_rows: tokens a step may carry, decode rows included; max_requests: requests running at once; page: tokens a
-    KV page; prefill_chunk: most prompt tokens one request adds to a step; ignore_eos: always generate the full length."""
+    KV page; prefill_chunk: most prompt tokens one request adds to a step; ignore_eos: always generate the full length.
+
+    split_rule: how decode attention cuts each row's KV range, a rule's name in ``schedules`` ("flashmla" looks at the
+    whole batch, the others at the row alone) over num_sm_parts programs and blocks of split_block tokens; "" folds every
+    row page by page in one piece, as prefill does."""
 
     max_rows: int = 128
     max_requests: int = 64
@@ -24,6 +29,9 @@ class EngineConfig:
     prefill_chunk: int = 64
     max_length: int = 512
     ignore_eos: bool = False
+    split_rule: str = ""
+    num_sm_parts: int = 132
+    split_block: int = 64
 
 
 @dataclass
@@ -52,11 +60,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """Trace of one step. rows: (request number, rows it had, "prefill" or "decode"); matmuls: one record an FFN."""
+    """Trace of one step. rows: (request number, rows it had, "prefill" or "decode"); matmuls: one record an FFN;
+    splits: pieces that each decode row's KV range was cut into, in the order of the rows, empty without a split rule."""
 
     index: int
     rows: tuple[tuple[int, int, str], ...]
     matmuls: tuple[MatmulRecord, ...]
+    splits: tuple[int, ...] = ()
 
     @property
     def co_resident_rows(self) -> int:
@@ -67,9 +77,11 @@ class Engine:
     """Runs requests to completion, a step at a time."""
 
     def __init__(self, model: Model, config: EngineConfig = EngineConfig()):
-        for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length"):
+        for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length", "num_sm_parts", "split_block"):
             if getattr(config, name) < 1:
                 raise BadInput(f"{name} is {getattr(config, name)}: at least 1 is needed.")
+        if config.split_rule:
+            make_plan(config.split_rule, [1], config.num_sm_parts, config.split_block)  # an unknown rule raises here
         self.model, self.config = model, config
         shape, weights = model.weights.shape, model.weights
         pages_each = -(-config.max_length // config.page)
@@ -133,9 +145,13 @@ class Engine:
             tokens=as_tensor(tokens), positions=as_tensor(positions), slots=as_tensor(slots), tables=as_tensor(tables),
             lengths=as_tensor(positions) + 1, sampled=as_tensor(sampled), decode_rows=sum(not r.prefilling for r, _ in work),
         )
+        if self.config.split_rule and rows.decode_rows:
+            lengths = [position + 1 for position in positions[: rows.decode_rows]]
+            rows.splits = make_plan(self.config.split_rule, lengths, self.config.num_sm_parts, self.config.split_block)
         logits = self.model.forward(rows, self.k_pages, self.v_pages)
+        splits = tuple(rows.splits.pieces.tolist()) if rows.splits else ()
         trace = tuple((r.number, count, "prefill" if r.prefilling else "decode") for r, count in work)
-        self.steps.append(Step(self.now, trace, tuple(rows.matmuls)))
+        self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits))
         for request, count in work:
             request.computed += count
         return self._sample(sampling, logits)

@@ -10,9 +10,12 @@ from typing import Callable
 import torch
 
 from ..common import BadInput
+from ..kernels.decode import Cache, DecodeInputs, DevicePlan
+from ..kernels.decode import attend as split_attend
 from ..kernels.nvfp4 import Policy
 from ..kernels.sets import KernelSet, PreparedNVFP4
 from ..numerics import BLOCK, quantize
+from ..schedules import Plan
 from .checkpoint import Architecture, architecture, read_weights
 
 Weight = torch.Tensor | PreparedNVFP4
@@ -81,7 +84,8 @@ class StepRows:
     """What a forward pass needs to know of its rows. Decode rows come first.
 
     tokens, positions, slots: int64 [T], slots being flat places in the KV cache; tables: int64 [T, pages a row];
-    lengths: int64 [T], position + 1; sampled: int64, the rows whose logits are wanted.
+    lengths: int64 [T], position + 1; sampled: int64, the rows whose logits are wanted; splits: the plan by which the
+    decode rows' attention is cut, None to fold them as prefill rows.
     """
 
     tokens: torch.Tensor
@@ -91,6 +95,7 @@ class StepRows:
     lengths: torch.Tensor
     sampled: torch.Tensor
     decode_rows: int
+    splits: Plan | None = None
     matmuls: list[MatmulRecord] = field(default_factory=list)
 
 
@@ -170,10 +175,11 @@ class Model:
         each layer.
         """
         w, shape, kernels = self.weights, self.weights.shape, self.kernels
-        count = rows.tokens.shape[0]
+        count, device = rows.tokens.shape[0], w.embedding.device
         if int(rows.positions.max()) >= self._cos.shape[0]:
             self._cos, self._sin = self._rotary_table(2 * int(rows.positions.max()))
         cos, sin = self._cos[rows.positions][:, None, :], self._sin[rows.positions][:, None, :]
+        plan = rows.splits and (DevicePlan.upload(rows.splits, device) if device.type == "cuda" else rows.splits)
         x = w.embedding[rows.tokens]
         for index, layer in enumerate(w.layers):
             normed = kernels.rms_norm(x, layer.attention_norm, shape.rms_eps)
@@ -182,13 +188,24 @@ class Model:
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             k_pages[index].flatten(0, 1)[rows.slots] = k
             v_pages[index].flatten(0, 1)[rows.slots] = v
-            attended = kernels.attend(q, k_pages[index], v_pages[index], rows.tables, rows.lengths)
+            attended = self._attend(q, k_pages[index], v_pages[index], rows, plan)
             x = x + kernels.linear(attended.reshape(count, -1), layer.output)
             normed = kernels.rms_norm(x, layer.ffn_norm, shape.rms_eps)
             x = x + self._ffn(normed, layer.ffn, index, rows)
             if observe:
                 observe(index, x)
         return kernels.linear(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
+
+    def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows, plan) -> torch.Tensor:
+        """[T, H, D]: decode rows along the split plan where there is one, all others folded page by page."""
+        if plan is None:
+            return self.kernels.attend(q, k_pages, v_pages, rows.tables, rows.lengths)
+        cut = rows.decode_rows
+        cache = Cache(k_pages, v_pages, rows.lengths[:cut].int(), block_table=rows.tables[:cut].int().contiguous())
+        decoded, _ = split_attend(DecodeInputs(q[:cut].contiguous(), (cache,), q.shape[-1]), plan)
+        if cut == q.shape[0]:
+            return decoded
+        return torch.cat([decoded, self.kernels.attend(q[cut:].contiguous(), k_pages, v_pages, rows.tables[cut:], rows.lengths[cut:])])
 
     def _ffn(self, x: torch.Tensor, ffn: FFN | Experts, layer: int, rows: StepRows) -> torch.Tensor:
         if isinstance(ffn, FFN):
