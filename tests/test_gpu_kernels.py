@@ -3,14 +3,18 @@
 import pytest
 import torch
 
+from batch_variance.engine import EngineConfig, Load, Model, load_weights, serve
 from batch_variance.kernels.attention.reference import attend_float64
+from batch_variance.kernels.decode import attend as split_attend
+from batch_variance.kernels.decode import exact, random_inputs
 from batch_variance.kernels.gemm.reference import matmul_float64 as gemm_float64
 from batch_variance.kernels.norm.reference import rms_norm as norm_reference
-from batch_variance.kernels.nvfp4 import GEMM, GEMV
+from batch_variance.kernels.nvfp4 import GEMM, GEMV, policy
 from batch_variance.kernels.nvfp4.reference import matmul_float64
-from batch_variance.kernels.sets import PreparedNVFP4
+from batch_variance.kernels.sets import PreparedNVFP4, kernel_set
 from batch_variance.kernels.tiles import differing_rows
 from batch_variance.numerics import quantize
+from batch_variance.schedules import make_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -108,3 +112,33 @@ def test_attention(kernels, page):
         return kernels.attend(q[pick], k_pages, v_pages, tables[pick], lengths[pick]).flatten(1)
 
     assert differing_rows(rows, packed, SIZES)[0] == 0
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("rule", ["flashmla", "never-split", "fixed-count-2", "fixed-chunk-1", "free-1"])
+def test_split_decode_in_float32(rule, sink):
+    """The engine's own shapes: 9 query and 3 key/value heads of 64, float32."""
+    lengths = [0, 1, 15, 16, 17, 63, 64, 65, 129, 400]
+    inputs = random_inputs(lengths, 9, 3, 64, 64, page_size=16, sink=sink, dtype=torch.float32, device="cuda")
+    plan = make_plan(rule, lengths, 24, 16)
+    out, lse = split_attend(inputs, plan)
+    exact_out, exact_lse = exact(inputs)
+    assert (out.double() - exact_out.double()).abs().max() < 1e-5
+    longer = torch.tensor(lengths, device="cuda") > 0
+    assert (lse.double() - exact_lse.double())[longer].abs().max() < 1e-5
+    alone = [split_attend(inputs.row(i), make_plan(rule, lengths[i : i + 1], 24, 16))[0] for i in range(len(lengths))]
+    same = torch.equal(torch.cat(alone).view(torch.int32), out.view(torch.int32))
+    assert same == (rule != "flashmla")
+
+
+@pytest.mark.parametrize("rule", ["", "flashmla", "never-split", "free-1"])
+def test_the_engine_on_a_gpu(tiny_folder, rule):
+    model = Model(load_weights(tiny_folder, torch.device("cuda"), nvfp4=True), kernel_set(torch.device("cuda")), policy("force-gemm"))
+    prompts = [list(range(3, 3 + n)) for n in (5, 17, 33, 40)]
+
+    def run(concurrency):
+        config = EngineConfig(max_requests=8, max_length=128, ignore_eos=True, split_rule=rule, num_sm_parts=12, split_block=8)
+        found = serve(model, prompts, Load(concurrency, 8, 6, seed=1), config)
+        return {(r.prompt, tuple(r.output), tuple(r.margins)) for r in found.requests}
+
+    assert (run(8) == run(1)) == (rule != "flashmla")
