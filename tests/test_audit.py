@@ -1,4 +1,6 @@
-"""The audit: planted faults are named as the introducing operation, the rest as propagating, and clean models raise no alarm."""
+"""The audit: planted faults are named as the introducing operation, the rest as propagating, and clean models raise
+no alarm.
+"""
 
 import json
 
@@ -77,16 +79,20 @@ def test_a_clean_model_has_no_varying_operation_and_its_controls_hold():
     assert varying(audit) == set() and audit.first() is None
     assert audit.flip_seen and audit.rows_told_apart and not audit.unmatched and audit.feed_unrepeatable == 0
     assert (audit.sizes()["bit_class"] == 0).all()
-    # Three products of one multiplication and four additions, clone, mul_, add_, relu, and the indexing that makes the batch.
+    # Three products of one multiplication and four additions, clone, mul_, add_, relu, and the indexing that makes
+    # the batch.
     assert len(audit.operations()) == 20
 
 
-@pytest.mark.parametrize("fault, axes, op", [
-    (Threshold(), {"solo"}, "mul.Tensor"),
-    (BatchScale(), {"contents", "composition", "solo"}, "amax"),
-    (Leak(), {"contents", "composition", "position", "solo"}, "roll"),
-    (ByPosition(), {"position", "solo"}, "remainder.Scalar"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, axes, op",
+    [
+        (Threshold(), {"solo"}, "mul.Tensor"),
+        (BatchScale(), {"contents", "composition", "solo"}, "amax"),
+        (Leak(), {"contents", "composition", "position", "solo"}, "roll"),
+        (ByPosition(), {"position", "solo"}, "remainder.Scalar"),
+    ],
+)
 def test_a_planted_fault_is_the_only_introducing_operation(fault, axes, op):
     audit = audited(fault)
     assert varying(audit) == axes
@@ -126,7 +132,9 @@ def test_where_the_batch_lies_in_a_tensor():
     assert carried(torch.zeros(5, 3, 4), alone, 5) == 0
     assert carried(torch.zeros(1, 15, 4), alone, 5) == 1
     assert carried(torch.zeros(1, 3, 4), alone, 5) is None
-    assert torch.equal(part_of(torch.arange(15)[None, :, None].expand(1, 15, 4), alone, 2, 5)[0, :, 0], torch.tensor([6, 7, 8]))
+    assert torch.equal(
+        part_of(torch.arange(15)[None, :, None].expand(1, 15, 4), alone, 2, 5)[0, :, 0], torch.tensor([6, 7, 8])
+    )
     with pytest.raises(Exception, match="in a batch of 5"):
         carried(torch.zeros(4, 3, 4), alone, 5)
     assert without_layer("model.layers.12.mlp.3") == "model.layers.*.mlp.*"
@@ -139,10 +147,18 @@ def tiny_llama(folder):
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=256
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=256,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(63)} | {"?": 63}, unk_token="?"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(63)} | {"?": 63}, unk_token="?")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="w0").save_pretrained(folder)
     return folder
@@ -193,27 +209,52 @@ def test_a_planted_fault_in_one_layer_of_a_transformers_model_is_named(folder):
 def test_the_command_prints_and_writes(folder, tmp_path):
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
     out = tmp_path / "audit.json"
-    done = CliRunner().invoke(main, ["audit", str(folder), "--batch", "4", "--tokens", "3", "--device", "cpu", "--prompts", str(tmp_path / "prompts.json"), "--json", str(out)])
+    done = CliRunner().invoke(
+        main,
+        [
+            "audit",
+            str(folder),
+            "--batch",
+            "4",
+            "--tokens",
+            "3",
+            "--device",
+            "cpu",
+            "--prompts",
+            str(tmp_path / "prompts.json"),
+            "--json",
+            str(out),
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "introduce" in done.output.splitlines()[-1] and "greedy tokens differ in" in done.output
     report = json.loads(out.read_text())
     assert report["batch"] == 4 and report["tier"] == "cpu-native" and report["dtype"] == "float32"
     assert {row["axis"] for row in report["axes"]} == {"rerun", "contents", "composition", "position", "solo"}
-    assert report["controls"]["negative_control"] and report["controls"]["positive_control"] and report["controls"]["occurred"]
-    assert len(report["tokens"]) == 4 and report["operations"] and report["changes_at"] and report["provenance"]["commit"]
+    assert (
+        report["controls"]["negative_control"]
+        and report["controls"]["positive_control"]
+        and report["controls"]["occurred"]
+    )
+    assert (
+        len(report["tokens"]) == 4 and report["operations"] and report["changes_at"] and report["provenance"]["commit"]
+    )
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    (["no-such-folder"], "neither a folder here nor a hub id"),
-    (["FOLDER", "--batch", "1"], "no batchmates"),
-    (["FOLDER", "--dtype", "float3"], "no floating type"),
-    (["FOLDER", "--device", "tpu"], "unknown"),
-    (["FOLDER", "--tokens", "-1"], "--tokens -1"),
-    (["FOLDER", "--rows", "0"], "--rows 0"),
-    (["FOLDER", "--prompts", "absent.json"], "no readable JSON"),
-    (["FOLDER", "--prompts", "EMPTY"], "not a JSON list"),
-    (["EMPTYFOLDER"], "cannot be loaded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["no-such-folder"], "neither a folder here nor a hub id"),
+        (["FOLDER", "--batch", "1"], "no batchmates"),
+        (["FOLDER", "--dtype", "float3"], "no floating type"),
+        (["FOLDER", "--device", "tpu"], "unknown"),
+        (["FOLDER", "--tokens", "-1"], "--tokens -1"),
+        (["FOLDER", "--rows", "0"], "--rows 0"),
+        (["FOLDER", "--prompts", "absent.json"], "no readable JSON"),
+        (["FOLDER", "--prompts", "EMPTY"], "not a JSON list"),
+        (["EMPTYFOLDER"], "cannot be loaded"),
+    ],
+)
 def test_bad_input_is_one_sentence_and_status_2(folder, tmp_path, arguments, sentence):
     (tmp_path / "empty.json").write_text("[]")
     (tmp_path / "hollow").mkdir()

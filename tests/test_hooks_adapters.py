@@ -13,8 +13,9 @@ from batch_variance.engine.checkpoint import Architecture
 from batch_variance.hooks import Flat
 from batch_variance.hooks.adapters import SITES, engine_sites, linear_layers, present, probe_at
 
-# Argument names as published: vLLM 0.27.1's vllm/third_party/flashmla/flash_mla_interface.py; vllm-project/flash-attention
-# at 03ef28b3 (vllm_flash_attn/flash_attn_interface.py); vllm-project/vllm at 00139433 (triton_unified_attention.py).
+# Argument names as published: vLLM 0.27.1's vllm/third_party/flashmla/flash_mla_interface.py;
+# vllm-project/flash-attention at 03ef28b3 (vllm_flash_attn/flash_attn_interface.py); vllm-project/vllm at 00139433
+# (triton_unified_attention.py).
 PUBLISHED = {
     "flash_mla_with_kvcache": "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
     "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length out",
@@ -60,7 +61,9 @@ def made():
 
 
 def paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, splits):
-    """Row by row in float64 over the row's own pages, then rounded: bits independent of the batch but for ``splits``."""
+    """Row by row in float64 over the row's own pages, then rounded: bits independent of the batch but for
+    ``splits``.
+    """
     ends = cu_seqlens_q.tolist()
     for i, length in enumerate(seqused_k.tolist()):
         keys = k[block_table[i].long()].flatten(0, 1)[:length].double()
@@ -74,12 +77,25 @@ def paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, splits):
 @pytest.mark.parametrize("by_batch", [False, True])
 def test_a_varlen_decode_call_is_cut_by_its_prefix_sums(made, by_batch):
     def flash_attn_varlen_func(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=None, block_table=None, out=None, scheduler_metadata=None,
-        q_descale=None, k_descale=None, v_descale=None,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        seqused_k=None,
+        block_table=None,
+        out=None,
+        scheduler_metadata=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    ):
         assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(seqused_k.max())
         assert len(seqused_k) == len(block_table) == len(cu_seqlens_q) - 1 and len(q) == int(cu_seqlens_q[-1])
-        return paged_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, int(seqused_k.sum()) if by_batch else 4)
+        return paged_attention(
+            q, k, v, out, cu_seqlens_q, seqused_k, block_table, int(seqused_k.sum()) if by_batch else 4
+        )
 
     made += stand_in("vllm.v1.attention.backends.flash_attn", flash_attn_varlen_func)
     assert present()["vllm.flash-attention"]
@@ -91,7 +107,9 @@ def test_a_varlen_decode_call_is_cut_by_its_prefix_sums(made, by_batch):
     with probe_at("vllm.flash-attention", axes=("rerun", "contents", "composition", "solo", "position")) as probe:
         out = torch.empty(4, 2, 8)
         call = sys.modules["vllm.v1.attention.backends.flash_attn"].flash_attn_varlen_func
-        given = dict(cu_seqlens_q=cu, max_seqlen_q=2, seqused_k=lengths, max_seqlen_k=12, block_table=table, q_descale=scales)
+        given = dict(
+            cu_seqlens_q=cu, max_seqlen_q=2, seqused_k=lengths, max_seqlen_k=12, block_table=table, q_descale=scales
+        )
         assert call(torch.randn(4, 2, 8), k, v, out=out, **given) is out
     expected = dict.fromkeys(("rerun", "contents", "composition", "solo", "position"), "invariant")
     if by_batch:
@@ -105,9 +123,21 @@ def test_flashmla_gets_metadata_of_its_own_in_each_replay(made):
             self.splits = None
 
     def flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, indices=None, topk_length=None,
-        attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None, extra_topk_length=None, out=None,
-    ):  # fmt: skip
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        tile_scheduler_metadata,
+        num_splits=None,
+        indices=None,
+        topk_length=None,
+        attn_sink=None,
+        extra_k_cache=None,
+        extra_indices_in_kvcache=None,
+        extra_topk_length=None,
+        out=None,
+    ):
         if tile_scheduler_metadata.splits is None:
             tile_scheduler_metadata.splits = int(topk_length.sum()) % 5
         out = q[..., :head_dim_v] * (1.0 + 2**-20 * tile_scheduler_metadata.splits)
@@ -120,7 +150,9 @@ def test_flashmla_gets_metadata_of_its_own_in_each_replay(made):
     with probe_at("vllm.flashmla", axes=("rerun", "solo")) as probe:
         site = sys.modules["vllm.models.deepseek_v4.nvidia.flashmla"]
         lengths, indices = torch.tensor([3, 4, 5]), torch.zeros(3, 1, 8, dtype=torch.int32)
-        site.flash_mla_with_kvcache(torch.randn(3, 1, 4, 16), torch.zeros(4), None, None, 8, meta, indices=indices, topk_length=lengths)
+        site.flash_mla_with_kvcache(
+            torch.randn(3, 1, 4, 16), torch.zeros(4), None, None, 8, meta, indices=indices, topk_length=lengths
+        )
     assert meta.splits == 2
     assert probe.verdict() == {"rerun": "invariant", "solo": "variant"}, probe.explain()["reason"].tolist()
 
@@ -147,7 +179,12 @@ def test_torch_and_transformers_sites_on_a_model(tmp_path):
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 64, (3, 5))
@@ -179,15 +216,24 @@ def test_the_projects_own_engine():
     torch.manual_seed(0)
     shape = Architecture(32, 64, 1, 2, 1, 16, 50, 10000.0, 1e-5, True, (49,))
     weights = lambda *size: torch.randn(size) / 6  # noqa: E731
-    layer = Layer(torch.ones(32), weights(64, 32), weights(32, 32), torch.ones(32), FFN(weights(128, 32), weights(32, 64)))
+    layer = Layer(
+        torch.ones(32), weights(64, 32), weights(32, 32), torch.ones(32), FFN(weights(128, 32), weights(32, 64))
+    )
     embedding = weights(50, 32)
-    model = Model(Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy"), EmulatedKernels(), policy("default"))
+    model = Model(
+        Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy"), EmulatedKernels(), policy("default")
+    )
     load, prompts = Load(3, 4, 3, 0, 0), [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     plain = [r.output for r in serve(model, prompts, load).requests]
-    for name, probe in engine_sites(model.kernels, axes=("rerun", "contents", "composition", "solo", "position"), max_calls=4, rows=2).items():
+    for name, probe in engine_sites(
+        model.kernels, axes=("rerun", "contents", "composition", "solo", "position"), max_calls=4, rows=2
+    ).items():
         with probe:
             assert [r.output for r in serve(model, prompts, load).requests] == plain
-        assert not probe.refusals and set(probe.verdict().values()) == {"invariant"}, (name, probe.explain().to_string())
+        assert not probe.refusals and set(probe.verdict().values()) == {"invariant"}, (
+            name,
+            probe.explain().to_string(),
+        )
 
 
 def test_sites_are_data():
@@ -197,4 +243,6 @@ def test_sites_are_data():
         if isinstance(site.target, str) and site.package == "torch":
             module, _, function = site.target.partition(":")
             assert callable(inspect.getattr_static(sys.modules[module], function))
-        assert not any(isinstance(layout, Flat) and layout.by not in site.batch_args for layout in site.batch_args.values())
+        assert not any(
+            isinstance(layout, Flat) and layout.by not in site.batch_args for layout in site.batch_args.values()
+        )

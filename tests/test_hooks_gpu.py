@@ -1,4 +1,6 @@
-"""The probe on CUDA: captured calls refused, streams and random state untouched, and cuBLAS's batch dependence found."""
+"""The probe on CUDA: captured calls refused, streams and random state untouched, and cuBLAS's batch dependence
+found.
+"""
 
 import types
 
@@ -79,4 +81,10 @@ def test_the_audit_names_a_planted_fault_on_the_gpu():
     model = torch.nn.Sequential(torch.nn.ReLU(), Threshold(), torch.nn.ReLU())
     audit = Audit(ModuleSubject(model, {"input": torch.randn(12, 64, device="cuda")}))
     assert audit.first()["module"] == "1" and audit.flip_seen and audit.rows_told_apart
-    assert audit.axes().set_index("axis")["vary"].to_dict() == {"rerun": 0, "contents": 0, "composition": 0, "position": 0, "solo": 2}
+    assert audit.axes().set_index("axis")["vary"].to_dict() == {
+        "rerun": 0,
+        "contents": 0,
+        "composition": 0,
+        "position": 0,
+        "solo": 2,
+    }

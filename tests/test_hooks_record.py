@@ -13,11 +13,18 @@ from batch_variance.hooks.record import TABLES, add, recorded, tables
 
 def report(batch, vary):
     return {
-        "model": "toy", "dtype": "float32", "device": "cpu", "batch": batch, "rows_watched": 2, "controls": {"negative_control": True, "positive_control": True},
-        "operations": [{"phase": "decode", "module": "a", "op": "mm", "solo": vary, "introduces": vary}], "axes": [{"axis": "solo", "operations": 9, "vary": vary}],
+        "model": "toy",
+        "dtype": "float32",
+        "device": "cpu",
+        "batch": batch,
+        "rows_watched": 2,
+        "controls": {"negative_control": True, "positive_control": True},
+        "operations": [{"phase": "decode", "module": "a", "op": "mm", "solo": vary, "introduces": vary}],
+        "axes": [{"axis": "solo", "operations": 9, "vary": vary}],
         "batch_sizes": [{"phase": "decode", "module": "a", "op": "mm", "size": 1, "bit_class": 0}],
-        "tokens": [{"row": 0, "first_difference": -1, "logits_differ": True}], "provenance": environment(),
-    }  # fmt: skip
+        "tokens": [{"row": 0, "first_difference": -1, "logits_differ": True}],
+        "provenance": environment(),
+    }
 
 
 def test_a_rerun_replaces_its_own_rows_only(tmp_path):
@@ -25,7 +32,9 @@ def test_a_rerun_replaces_its_own_rows_only(tmp_path):
         add(one, tmp_path)
     for name in TABLES:
         table = pd.read_csv(tmp_path / f"{name}.csv")
-        assert sorted(table["batch"]) == [4, 8] and {"commit", "torch", "processor", "date", "negative_control"} <= set(table.columns)
+        assert sorted(table["batch"]) == [4, 8] and {"commit", "torch", "processor", "date", "negative_control"} <= set(
+            table.columns
+        )
     axes = pd.read_csv(tmp_path / "audit_axes.csv").set_index("batch")["vary"]
     assert axes.to_dict() == {8: 2, 4: 3}
 
@@ -37,7 +46,11 @@ def test_what_is_no_audit_is_one_sentence():
 
 def test_the_shipped_recordings_hold_their_controls():
     axes = recorded("audit_axes")
-    assert set(axes["tier"]) <= {"recorded-gpu", "cpu-native"} and axes["negative_control"].all() and axes["positive_control"].all()
+    assert (
+        set(axes["tier"]) <= {"recorded-gpu", "cpu-native"}
+        and axes["negative_control"].all()
+        and axes["positive_control"].all()
+    )
     assert (axes.loc[axes["axis"].isin(["rerun", "contents"]), "vary"] == 0).all()
     operations = recorded("audit")
     # Whatever introduces a difference must show it.

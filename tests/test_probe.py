@@ -1,4 +1,6 @@
-"""CallSiteProbe: the engine notices nothing, every kind of argument is cut rightly, and what cannot be judged says why."""
+"""CallSiteProbe: the engine notices nothing, every kind of argument is cut rightly, and what cannot be judged says
+why.
+"""
 
 import dataclasses
 import sys
@@ -37,7 +39,8 @@ def batch_scaled(x):
     return pair_sum(x) * (1.0 + len(x) * 2**-10)
 
 
-# -- the engine notices nothing ------------------------------------------------------------------------------------------
+# -- the engine notices nothing
+# ------------------------------------------------------------------------------------------
 
 
 def test_outputs_buffers_random_state_and_aliases_are_as_without_the_probe(site):
@@ -63,7 +66,9 @@ def test_outputs_buffers_random_state_and_aliases_are_as_without_the_probe(site)
         for _ in range(3):
             results.append(site.step(x, out, positions, sizes).clone())
         if probed:
-            with CallSiteProbe("probe_toys:step", {"x": 0, "out": 0, "positions": 0}, axes=ALL, state=[engine.workspace]) as probe:
+            with CallSiteProbe(
+                "probe_toys:step", {"x": 0, "out": 0, "positions": 0}, axes=ALL, state=[engine.workspace]
+            ) as probe:
                 results.append(site.step(x, out, positions, sizes))
             assert probe.sampled == 1 and not probe.refusals, probe.refusals
             assert set(probe.frame()["rows_checked"] > 0) == {True}
@@ -148,7 +153,8 @@ def test_views_of_one_buffer_stay_views_of_one_buffer(site):
     assert set(probe.verdict().values()) == {"invariant"}, probe.explain()["reason"].tolist()
 
 
-# -- kinds of arguments --------------------------------------------------------------------------------------------------
+# -- kinds of arguments
+# --------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -164,7 +170,10 @@ class Inputs:
 
 def test_tensors_in_tuples_dicts_and_dataclasses(site):
     def kernel(inputs, pair, extra, *rest, **options):
-        return {"sum": (pair_sum(inputs.q * inputs.scale + pair.left), pair_sum(pair.right)), "more": extra["k"][0] + rest[0] + options["bias"]}
+        return {
+            "sum": (pair_sum(inputs.q * inputs.scale + pair.left), pair_sum(pair.right)),
+            "more": extra["k"][0] + rest[0] + options["bias"],
+        }
 
     site.kernel = kernel
     names = {"inputs.q": 0, "pair.left": 0, "pair.right": 0, "extra.k.0": 0, "rest.0": 0, "bias": 0}
@@ -193,9 +202,16 @@ def test_flattened_tokens_with_prefix_sums(site):
     arguments = {"tokens": Flat("cu_seqlens"), "cu_seqlens": Prefix()}
     longest = {"max_seqlen": lambda cu_seqlens: int(cu_seqlens.diff().max())}
     for bad, expected in ((False, "invariant"), (True, "variant")):
-        with CallSiteProbe("probe_toys:varlen", arguments, fresh=longest, axes=("rerun", "contents", "composition", "position")) as probe:
+        with CallSiteProbe(
+            "probe_toys:varlen", arguments, fresh=longest, axes=("rerun", "contents", "composition", "position")
+        ) as probe:
             site.varlen(tokens, cu, 7, bad)
-        assert probe.verdict() == {"rerun": "invariant", "contents": "invariant", "composition": expected, "position": "invariant"}, probe.explain()
+        assert probe.verdict() == {
+            "rerun": "invariant",
+            "contents": "invariant",
+            "composition": expected,
+            "position": "invariant",
+        }, probe.explain()
 
 
 def test_metadata_is_copied_for_a_rerun_and_built_anew_for_another_batch(site):
@@ -213,7 +229,11 @@ def test_metadata_is_copied_for_a_rerun_and_built_anew_for_another_batch(site):
     meta = Meta()
     x, lengths = torch.randn(3, 64), torch.tensor([5, 5, 5])
     with CallSiteProbe(
-        "probe_toys:kernel", {"x": 0, "lengths": 0}, fresh={"meta": Meta}, axes=("rerun", "solo"), witness=lambda a: int(a["meta"].splits)
+        "probe_toys:kernel",
+        {"x": 0, "lengths": 0},
+        fresh={"meta": Meta},
+        axes=("rerun", "solo"),
+        witness=lambda a: int(a["meta"].splits),
     ) as probe:
         site.kernel(x, lengths, meta)
     assert int(meta.splits) == 4
@@ -222,16 +242,19 @@ def test_metadata_is_copied_for_a_rerun_and_built_anew_for_another_batch(site):
     assert solo["witness"] and solo["rows_checked"] == 3
 
 
-@pytest.mark.parametrize("shape, dim, make", [
-    ((4, 6), 0, lambda t: t),
-    ((4, 6), 0, lambda t: t[:, ::2]),
-    ((4, 6), 0, lambda t: t.t().contiguous().t()),
-    ((3, 4, 6), 1, lambda t: t),
-    ((3, 4, 12), 1, lambda t: t[:, :, 4:8]),
-    ((3, 8, 6), 1, lambda t: t[:, 2:6]),
-    ((4, 1), 0, lambda t: t.expand(4, 5)),
-    ((1, 5), 0, lambda t: t.expand(4, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, dim, make",
+    [
+        ((4, 6), 0, lambda t: t),
+        ((4, 6), 0, lambda t: t[:, ::2]),
+        ((4, 6), 0, lambda t: t.t().contiguous().t()),
+        ((3, 4, 6), 1, lambda t: t),
+        ((3, 4, 12), 1, lambda t: t[:, :, 4:8]),
+        ((3, 8, 6), 1, lambda t: t[:, 2:6]),
+        ((4, 1), 0, lambda t: t.expand(4, 5)),
+        ((1, 5), 0, lambda t: t.expand(4, 5)),
+    ],
+)
 def test_taking_rows_keeps_values_and_strides(shape, dim, make):
     t = make(torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape))
     for index in ([2], [0, 1, 2, 3], [3, 1, 1, 0, 2], []):
@@ -255,7 +278,8 @@ def test_a_non_contiguous_slice_is_non_contiguous_in_the_replays(site):
     assert set(strides) == {(16, 2)} and set(probe.verdict().values()) == {"invariant"}, probe.explain()
 
 
-# -- what cannot be judged -----------------------------------------------------------------------------------------------
+# -- what cannot be judged
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_kernel_that_fails_on_one_row_gives_no_verdict_on_solo_and_still_serves(site):
@@ -267,7 +291,12 @@ def test_a_kernel_that_fails_on_one_row_gives_no_verdict_on_solo_and_still_serve
     site.kernel = kernel
     with CallSiteProbe("probe_toys:kernel", {"x": 0}) as probe:
         assert site.kernel(torch.randn(4, 8)).shape == (4,)
-    assert probe.verdict() == {"rerun": "invariant", "contents": "invariant", "solo": "inconclusive", "position": "invariant"}
+    assert probe.verdict() == {
+        "rerun": "invariant",
+        "contents": "invariant",
+        "solo": "inconclusive",
+        "position": "invariant",
+    }
     assert "needs two rows" in probe.explain().set_index("axis").loc["solo", "reason"]
 
 
@@ -275,7 +304,11 @@ def test_an_argument_that_cannot_be_cut_is_named(site):
     site.kernel = lambda x, meta, lengths: pair_sum(x)
     cases = [
         ({"x": 0, "meta": 0}, (torch.randn(3, 8), object(), None), "argument 'meta' is a object"),
-        ({"x": 0, "lengths": 0}, (torch.randn(3, 8), None, torch.zeros(4)), "argument 'lengths' has 4 rows where 'x' has 3"),
+        (
+            {"x": 0, "lengths": 0},
+            (torch.randn(3, 8), None, torch.zeros(4)),
+            "argument 'lengths' has 4 rows where 'x' has 3",
+        ),
         ({"x": 5}, (torch.randn(3, 8), None, None), "argument 'x' has shape (3, 8) and so no dimension 5"),
         ({"lengths": 0}, (torch.randn(3, 8), None, None), "none of batch_args (lengths) was given"),
         ({"x": Flat("lengths")}, (torch.randn(3, 8), None, None), "which batch_args does not name as Prefix"),
@@ -316,16 +349,29 @@ def test_without_controls_nothing_is_called_invariant(site):
     site.kernel = lambda x: torch.ones(len(x))  # no value of x could change it
     with CallSiteProbe("probe_toys:kernel", {"x": 0}) as probe:
         site.kernel(torch.randn(3, 8))
-    assert probe.verdict() == {"rerun": "invariant", "contents": "inconclusive", "solo": "inconclusive", "position": "inconclusive"}
+    assert probe.verdict() == {
+        "rerun": "invariant",
+        "contents": "inconclusive",
+        "solo": "inconclusive",
+        "position": "inconclusive",
+    }
 
     site.kernel = pair_sum  # a batch of one has nothing to leave out, change or move
     with CallSiteProbe("probe_toys:kernel", {"x": 0}) as probe:
         site.kernel(torch.randn(1, 8))
-    assert probe.verdict() == {"rerun": "invariant", "contents": "inconclusive", "solo": "inconclusive", "position": "inconclusive"}
+    assert probe.verdict() == {
+        "rerun": "invariant",
+        "contents": "inconclusive",
+        "solo": "inconclusive",
+        "position": "inconclusive",
+    }
 
     with CallSiteProbe("probe_toys:kernel", {"x": 0}, witness=lambda arguments: "one path") as probe:
         site.kernel(torch.randn(4, 8))
-    assert probe.verdict()["solo"] == "inconclusive" and "witness" in probe.explain().set_index("axis").loc["solo", "reason"]
+    assert (
+        probe.verdict()["solo"] == "inconclusive"
+        and "witness" in probe.explain().set_index("axis").loc["solo", "reason"]
+    )
 
     with CallSiteProbe("probe_toys:kernel", {"x": 0}) as probe:
         pass
@@ -339,16 +385,20 @@ def test_random_numbers_drawn_a_row_are_a_dependence_on_the_batch_but_no_rerun_d
     assert probe.verdict() == {"rerun": "invariant", "position": "variant"}
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------------
+# -- sampling
+# ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options, expected", [
-    ({"every": 1}, list(range(20))),
-    ({"every": 7}, [0, 7, 14]),
-    ({"every": 1, "max_calls": 3}, [0, 1, 2]),
-    ({"every": 1, "max_seconds": 1e-9}, [0]),
-    ({"every": None, "probability": 1.0}, list(range(20))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"every": 1}, list(range(20))),
+        ({"every": 7}, [0, 7, 14]),
+        ({"every": 1, "max_calls": 3}, [0, 1, 2]),
+        ({"every": 1, "max_seconds": 1e-9}, [0]),
+        ({"every": None, "probability": 1.0}, list(range(20))),
+    ],
+)
 def test_sampling_by_count_probability_and_caps(site, options, expected):
     site.kernel = pair_sum
     with CallSiteProbe("probe_toys:kernel", {"x": 0}, axes=("solo",), **options) as probe:
@@ -361,7 +411,9 @@ def test_sampling_by_count_probability_and_caps(site, options, expected):
 def test_a_spread_sample_takes_the_axes_in_turn_and_controls_now_and_then(site):
     ran = []
     site.kernel = lambda x: ran.append(len(x)) or batch_scaled(x)
-    with CallSiteProbe("probe_toys:kernel", {"x": 0}, axes=("rerun", "contents", "solo"), spread=True, rows=1, controls_every=3) as probe:
+    with CallSiteProbe(
+        "probe_toys:kernel", {"x": 0}, axes=("rerun", "contents", "solo"), spread=True, rows=1, controls_every=3
+    ) as probe:
         for _ in range(6):
             site.kernel(torch.randn(4, 8))
     assert probe.frame()["axis"].tolist() == ["rerun", "contents", "rerun", "solo"] * 3
@@ -425,7 +477,9 @@ def test_the_wrapped_name_can_be_any_kind_of_callable(site):
         assert probe.verdict() == {"solo": "invariant"}, (target, probe.explain(), probe.refusals)
         assert torch.equal(call(), pair_sum(x))
     assert "method" not in vars(Derived) and "method" not in vars(layer) and table == {"sum": pair_sum}
-    with CallSiteProbe((torch.nn.functional, "linear"), {"0": 0}, axes=("rerun",)) as probe:  # a builtin without a signature
+    with CallSiteProbe(
+        (torch.nn.functional, "linear"), {"0": 0}, axes=("rerun",)
+    ) as probe:  # a builtin without a signature
         torch.nn.functional.linear(x, torch.randn(4, 8))
     assert probe.verdict() == {"rerun": "invariant"}
 
@@ -439,23 +493,26 @@ def test_off_is_free(site):
     assert site.kernel is pair_sum
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    (dict(target="probe_toys.kernel", batch_args={"x": 0}), "not of the form"),
-    (dict(target="no_such_module_here:f", batch_args={"x": 0}), "cannot be imported"),
-    (dict(target="probe_toys:absent", batch_args={"x": 0}), "has no 'absent'"),
-    (dict(target="probe_toys:number", batch_args={"x": 0}), "not something that can be called"),
-    (dict(target="probe_toys:kernel", batch_args={}), "batch_args is empty"),
-    (dict(target="probe_toys:kernel", batch_args={"y": 0}), "no such argument: it takes x"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, fresh={"meta": dict}), "fresh names 'meta'"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, fresh={"x": dict}), "in batch_args and in fresh"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, axes=("solo", "colour")), "colour"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, axes=()), "empty"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, every=0), "every = 0"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, every=None), "no call would ever be sampled"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, probability=1.5), "probability = 1.5"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, rows="some"), "rows = 'some'"),
-    (dict(target="probe_toys:kernel", batch_args={"x": 0}, lengths="x.0"), "lengths names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (dict(target="probe_toys.kernel", batch_args={"x": 0}), "not of the form"),
+        (dict(target="no_such_module_here:f", batch_args={"x": 0}), "cannot be imported"),
+        (dict(target="probe_toys:absent", batch_args={"x": 0}), "has no 'absent'"),
+        (dict(target="probe_toys:number", batch_args={"x": 0}), "not something that can be called"),
+        (dict(target="probe_toys:kernel", batch_args={}), "batch_args is empty"),
+        (dict(target="probe_toys:kernel", batch_args={"y": 0}), "no such argument: it takes x"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, fresh={"meta": dict}), "fresh names 'meta'"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, fresh={"x": dict}), "in batch_args and in fresh"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, axes=("solo", "colour")), "colour"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, axes=()), "empty"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, every=0), "every = 0"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, every=None), "no call would ever be sampled"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, probability=1.5), "probability = 1.5"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, rows="some"), "rows = 'some'"),
+        (dict(target="probe_toys:kernel", batch_args={"x": 0}, lengths="x.0"), "lengths names"),
+    ],
+)
 def test_bad_input_is_one_sentence(site, arguments, sentence):
     def kernel(x):
         return pair_sum(x)
@@ -480,7 +537,10 @@ def test_too_large_arguments_are_refused_unless_passed_whole(site):
     assert set(probe.verdict().values()) == {"invariant"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32, torch.bool, torch.complex64],
+)
 def test_every_dtype_of_result_is_compared_by_bits(site, dtype):
     site.kernel = lambda x: x.to(dtype) if len(x) > 1 else (x + 1).to(dtype)
     with CallSiteProbe("probe_toys:kernel", {"x": 0}, axes=("rerun", "solo")) as probe:

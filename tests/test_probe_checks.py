@@ -1,4 +1,6 @@
-"""The input checks: each passes on well-formed calls, fails on the planted fault, and says nothing where it could not fail."""
+"""The input checks: each passes on well-formed calls, fails on the planted fault, and says nothing where it could not
+fail.
+"""
 
 import types
 
@@ -30,7 +32,12 @@ def test_selections_at_equal_positions():
     assert run(check, [dict(lonely)])["verdict"] == "inconclusive"
     # Slots differ where the logical tokens agree: a mapping makes them comparable.
     logical = SelectionsAgree("indices", "position", normalise=lambda chosen, row, arguments: chosen % 10)
-    assert run(logical, [{"indices": torch.tensor([[1, 2], [3, 4], [11, 22]]), "position": torch.tensor([7, 8, 7])}])["verdict"] == "ok"
+    assert (
+        run(logical, [{"indices": torch.tensor([[1, 2], [3, 4], [11, 22]]), "position": torch.tensor([7, 8, 7])}])[
+            "verdict"
+        ]
+        == "ok"
+    )
 
 
 def test_bytes_behind_fetched_slots():
@@ -43,18 +50,30 @@ def test_bytes_behind_fetched_slots():
     failed = run(SlotsStable("cache", "slots"), [{"cache": cache, "slots": slots}, {"cache": touched, "slots": slots}])
     assert failed["verdict"] == "fails" and failed["failed"] == 1 and "slot 5" in failed["detail"]
     renewed = SlotsStable("cache", "slots", epoch=lambda arguments: float(arguments["cache"].sum()))
-    assert run(renewed, [{"cache": cache, "slots": slots}, {"cache": touched, "slots": slots}])["verdict"] == "inconclusive"
+    assert (
+        run(renewed, [{"cache": cache, "slots": slots}, {"cache": touched, "slots": slots}])["verdict"]
+        == "inconclusive"
+    )
 
 
-@pytest.mark.parametrize("lengths, verdict, row", [([2, 0, 3], "ok", None), ([2, 1, 3], "fails", 1), ([3, 0, 3], "fails", 0), ([2, 0, 9], "fails", 2)])
+@pytest.mark.parametrize(
+    "lengths, verdict, row",
+    [([2, 0, 3], "ok", None), ([2, 1, 3], "fails", 1), ([3, 0, 3], "fails", 0), ([2, 0, 9], "fails", 2)],
+)
 def test_valid_lengths(lengths, verdict, row):
     indices = torch.tensor([[4, 2, -1], [-1, -1, -1], [0, 1, 2]])
     found = run(LengthsMatch("lengths", "indices"), [{"lengths": torch.tensor(lengths), "indices": indices}])
     assert found["verdict"] == verdict and (row is None or f"row {row} says" in found["detail"])
     gap = torch.tensor([[4, -1, 2], [-1, -1, -1], [0, 1, 2]])
-    assert run(LengthsMatch("lengths", "indices"), [{"lengths": torch.tensor([2, 0, 3]), "indices": gap}])["verdict"] == "fails"
+    assert (
+        run(LengthsMatch("lengths", "indices"), [{"lengths": torch.tensor([2, 0, 3]), "indices": gap}])["verdict"]
+        == "fails"
+    )
     full = torch.zeros(3, 3, dtype=torch.int64)
-    assert run(LengthsMatch("lengths", "indices"), [{"lengths": torch.tensor([3, 3, 3]), "indices": full}])["verdict"] == "inconclusive"
+    assert (
+        run(LengthsMatch("lengths", "indices"), [{"lengths": torch.tensor([3, 3, 3]), "indices": full}])["verdict"]
+        == "inconclusive"
+    )
 
 
 def test_tails():
@@ -105,5 +124,9 @@ def test_what_a_check_sees_is_the_call_before_it_ran():
         lengths += 1
         return x * 2
 
-    run(lambda arguments: seen.append(arguments["lengths"].clone()) or True, [{"lengths": torch.tensor([1, 2, 3])}], kernel)
+    run(
+        lambda arguments: seen.append(arguments["lengths"].clone()) or True,
+        [{"lengths": torch.tensor([1, 2, 3])}],
+        kernel,
+    )
     assert seen[0].tolist() == [1, 2, 3]

@@ -1,4 +1,6 @@
-"""The log: whole at every moment, also for a reader beside a writer and after a kill; and the verdicts read back from it."""
+"""The log: whole at every moment, also for a reader beside a writer and after a kill; and the verdicts read back from
+it.
+"""
 
 import os
 import signal
@@ -43,7 +45,10 @@ def test_a_log_gives_the_same_verdicts_as_the_probe(tmp_path):
     pd.testing.assert_frame_equal(summarise(log[log["kind"] == "check"]), probe.well_formed(), check_dtype=False)
     assert probe.verdict()["solo"] == "variant" and probe.well_formed()["verdict"][0] == "fails"
     counts = axis_rows.loc[axis_rows["axis"] == "solo", ["elements_differ", "ulp_histogram"]]
-    assert all(sum(row.ulp_histogram) == row.elements_differ for row in counts.itertuples()) and counts["elements_differ"].sum() > 0
+    assert (
+        all(sum(row.ulp_histogram) == row.elements_differ for row in counts.itertuples())
+        and counts["elements_differ"].sum() > 0
+    )
 
 
 def test_readable_while_it_grows_and_after_a_kill(tmp_path):
@@ -93,7 +98,9 @@ def test_what_was_written_keeps_its_bytes_and_places(tmp_path):
         if call == 15:
             log = ProbeLog(path)  # continued by another process
         before = path.read_bytes()
-        rows_end = len(before) - 8 - int.from_bytes(before[-8:-4], "little")  # the index's size stands before the last magic
+        rows_end = (
+            len(before) - 8 - int.from_bytes(before[-8:-4], "little")
+        )  # the index's size stands before the last magic
         log.append([{"kind": "axis", "axis": "solo", "call": call, "note": f"note {call}", "ulp_histogram": [call, 1]}])
         log.flush()
         assert path.read_bytes()[:rows_end] == before[:rows_end]

@@ -1,4 +1,6 @@
-"""The probe against kernels whose fault is known: each found on its own axis and no other, and no alarm on clean ones."""
+"""The probe against kernels whose fault is known: each found on its own axis and no other, and no alarm on clean
+ones.
+"""
 
 import types
 
@@ -15,7 +17,14 @@ INSTANCES = 200
 def examine(planted: Planted, seed: int, generator: torch.Generator) -> tuple[set[str], str, dict[str, str]]:
     engine = types.SimpleNamespace(kernel=planted.make())
     with CallSiteProbe(
-        (engine, "kernel"), {"x": 0, "lengths": 0}, axes=AXES, lengths="lengths", pad={"x": 1}, rows=1, seed=seed, checks=[TailUnread("x", "lengths")]
+        (engine, "kernel"),
+        {"x": 0, "lengths": 0},
+        axes=AXES,
+        lengths="lengths",
+        pad={"x": 1},
+        rows=1,
+        seed=seed,
+        checks=[TailUnread("x", "lengths")],
     ) as probe:
         engine.kernel(*instance(generator))
     verdict = probe.verdict()

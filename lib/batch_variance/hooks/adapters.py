@@ -1,8 +1,10 @@
-"""Call sites by name: which argument carries the batch at operations and engines in use, so that nobody has to find out twice.
+"""Call sites by name: which argument carries the batch at operations and engines in use, so that nobody has to find
+out twice.
 
-A site is imported when it is probed and not before, so that naming vLLM costs nothing where vLLM is absent. Names follow the
-sources read in November 2026: torch 2.13, transformers 5.24, FlashMLA as in vLLM 0.27.1, vLLM's main branch (the Triton
-attention and the FlashAttention fork's ``flash_attn_varlen_func``). ``probe_at`` checks them against what is installed.
+A site is imported when it is probed and not before, so that naming vLLM costs nothing where vLLM is absent. Names
+follow the sources read in November 2026: torch 2.13, transformers 5.24, FlashMLA as in vLLM 0.27.1, vLLM's main
+branch (the Triton attention and the FlashAttention fork's ``flash_attn_varlen_func``). ``probe_at`` checks them
+against what is installed.
 
 Engines that replay CUDA graphs run no Python at the call site: start vLLM with ``--enforce-eager``.
 """
@@ -57,7 +59,17 @@ def _schedule_of(module: str) -> Callable[[], Any]:
 
 
 _FLASHMLA = dict.fromkeys(
-    ("q", "block_table", "cache_seqlens", "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length", "out"), 0
+    (
+        "q",
+        "block_table",
+        "cache_seqlens",
+        "indices",
+        "topk_length",
+        "extra_indices_in_kvcache",
+        "extra_topk_length",
+        "out",
+    ),
+    0,
 )
 _CACHES = ("k_cache", "extra_k_cache", "attn_sink")
 
@@ -72,9 +84,13 @@ SITES: dict[str, Site] = {
     "torch.linear": Site("torch.nn.functional:linear", {"0": 0}),
     "torch.matmul": Site("torch:matmul", {"0": 0}),
     "torch.bmm": Site("torch:bmm", {"0": 0, "1": 0}),
-    "torch.attention": Site("torch.nn.functional:scaled_dot_product_attention", {"0": 0, "1": 0, "2": 0, "attn_mask": Rows(0, or_one=True)}),
+    "torch.attention": Site(
+        "torch.nn.functional:scaled_dot_product_attention", {"0": 0, "1": 0, "2": 0, "attn_mask": Rows(0, or_one=True)}
+    ),
     "transformers.attention": Site(
-        _transformers_attention("sdpa"), {"query": 0, "key": 0, "value": 0, "attention_mask": Rows(0, or_one=True)}, {"outputs": {"1": None}}
+        _transformers_attention("sdpa"),
+        {"query": 0, "key": 0, "value": 0, "attention_mask": Rows(0, or_one=True)},
+        {"outputs": {"1": None}},
     ),
     "flashmla.decode": _flashmla("flash_mla", "flash_mla"),
     "vllm.flashmla": _flashmla("vllm.models.deepseek_v4.nvidia.flashmla", "vllm.v1.attention.ops.flashmla"),
@@ -82,20 +98,41 @@ SITES: dict[str, Site] = {
     "vllm.flash-attention": Site(
         "vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
         {
-            "q": Flat("cu_seqlens_q"), "out": Flat("cu_seqlens_q"), "cu_seqlens_q": Prefix(), "seqused_k": 0, "block_table": 0,
-            "q_descale": 0, "k_descale": 0, "v_descale": 0,
+            "q": Flat("cu_seqlens_q"),
+            "out": Flat("cu_seqlens_q"),
+            "cu_seqlens_q": Prefix(),
+            "seqused_k": 0,
+            "block_table": 0,
+            "q_descale": 0,
+            "k_descale": 0,
+            "v_descale": 0,
         },
         {
-            "fresh": {"max_seqlen_q": _longest("cu_seqlens_q"), "max_seqlen_k": _longest("seqused_k"), "scheduler_metadata": lambda: None},
-            "whole": ("k", "v"), "lengths": "seqused_k",
+            "fresh": {
+                "max_seqlen_q": _longest("cu_seqlens_q"),
+                "max_seqlen_k": _longest("seqused_k"),
+                "scheduler_metadata": lambda: None,
+            },
+            "whole": ("k", "v"),
+            "lengths": "seqused_k",
         },
     ),
     "vllm.triton-attention": Site(
         "vllm.v1.attention.backends.triton_attn:unified_attention",
-        {"q": Flat("cu_seqlens_q"), "out": Flat("cu_seqlens_q"), "cu_seqlens_q": Prefix(), "seqused_k": 0, "block_table": 0},
-        {"fresh": {"max_seqlen_q": _longest("cu_seqlens_q"), "max_seqlen_k": _longest("seqused_k")}, "whole": ("k", "v"), "lengths": "seqused_k"},
+        {
+            "q": Flat("cu_seqlens_q"),
+            "out": Flat("cu_seqlens_q"),
+            "cu_seqlens_q": Prefix(),
+            "seqused_k": 0,
+            "block_table": 0,
+        },
+        {
+            "fresh": {"max_seqlen_q": _longest("cu_seqlens_q"), "max_seqlen_k": _longest("seqused_k")},
+            "whole": ("k", "v"),
+            "lengths": "seqused_k",
+        },
     ),
-}  # fmt: skip
+}
 
 
 def present() -> dict[str, bool]:
@@ -118,7 +155,9 @@ def probe_at(name: str, **options: Any) -> CallSiteProbe:
 
 
 def linear_layers(model: torch.nn.Module, contains: str = "", **options: Any) -> Iterator[tuple[str, CallSiteProbe]]:
-    """A probe for each linear layer whose name contains a text, with its name; rows are the first dimension of its input."""
+    """A probe for each linear layer whose name contains a text, with its name; rows are the first dimension of its
+    input.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and contains in name:
             yield name, CallSiteProbe(module, {"input": 0}, **options)
@@ -132,7 +171,9 @@ def engine_sites(kernels: Any, **options: Any) -> dict[str, CallSiteProbe]:
     return {
         "linear": CallSiteProbe((kernels, "linear"), {"x": 0}, **{"whole": ("weight",), **options}),
         "attend": CallSiteProbe(
-            (kernels, "attend"), {"q": 0, "tables": 0, "lengths": 0}, **{"whole": ("k_pages", "v_pages"), "lengths": "lengths", **options}
+            (kernels, "attend"),
+            {"q": 0, "tables": 0, "lengths": 0},
+            **{"whole": ("k_pages", "v_pages"), "lengths": "lengths", **options},
         ),
         "rms_norm": CallSiteProbe((kernels, "rms_norm"), {"x": 0}, **{"whole": ("weight",), **options}),
     }

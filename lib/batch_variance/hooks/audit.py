@@ -1,14 +1,16 @@
 """Which operations of a model depend on the batch, which of them bring a difference in, and at which batch sizes.
 
-Every operation that torch dispatches is seen (TorchDispatchMode), with the module it ran in. A row is run alone and its inputs
-and outputs are kept; then batches that hold it are run, and at each operation the row's part is compared, bit by bit.
+Every operation that torch dispatches is seen (TorchDispatchMode), with the module it ran in. A row is run alone and
+its inputs and outputs are kept; then batches that hold it are run, and at each operation the row's part is compared,
+bit by bit.
 
-An operation *introduces* a difference if, given for the row exactly what it had alone, within the batch, it returns other bits.
-Where its inputs in the batch already differ, the inputs it had alone are put in and the operation is run once more; if the
-difference is then gone it was only *propagated*. This tells correlation from cause one operation at a time.
+An operation *introduces* a difference if, given for the row exactly what it had alone, within the batch, it returns
+other bits. Where its inputs in the batch already differ, the inputs it had alone are put in and the operation is run
+once more; if the difference is then gone it was only *propagated*. This tells correlation from cause one operation at
+a time.
 
-The batch's place in a tensor is found from shapes: a dimension N times as long as in the run alone holds the rows in order, also
-where tokens, heads or pages were folded into it.
+The batch's place in a tensor is found from shapes: a dimension N times as long as in the run alone holds the rows in
+order, also where tokens, heads or pages were folded into it.
 """
 
 from collections import Counter, defaultdict
@@ -105,7 +107,11 @@ class _Recorder(TorchDispatchMode):
         leaves, spec = tree_flatten((args, kwargs))
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) or _only_views(function):
             return function(*args, **kwargs)
-        written = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)] if function._schema.is_mutable else []
+        written = (
+            [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            if function._schema.is_mutable
+            else []
+        )
         before = [_copy(leaf) if i in written else leaf for i, leaf in enumerate(leaves)]
         result = function(*args, **kwargs)
         outputs = _results(function, result)
@@ -115,7 +121,11 @@ class _Recorder(TorchDispatchMode):
 
 
 def _only_views(function: Callable) -> bool:
-    return getattr(function, "is_view", False) or str(function) in ("aten.detach.default", "aten._reshape_alias.default", "aten._unsafe_view.default")
+    return getattr(function, "is_view", False) or str(function) in (
+        "aten.detach.default",
+        "aten._reshape_alias.default",
+        "aten._unsafe_view.default",
+    )
 
 
 def _copy(leaf: Any) -> Any:
@@ -128,7 +138,9 @@ def _copy(leaf: Any) -> Any:
 
 
 def carried(batched: torch.Tensor, alone: torch.Tensor, n: int) -> int | None:
-    """The dimension that holds n rows, or None where the tensor is the same for every batch. Raises Unaligned otherwise."""
+    """The dimension that holds n rows, or None where the tensor is the same for every batch. Raises Unaligned
+    otherwise.
+    """
     if batched.shape == alone.shape:
         return None
     if batched.dim() == alone.dim():
@@ -145,7 +157,8 @@ def part_of(batched: torch.Tensor, alone: torch.Tensor, position: int, n: int) -
 
 
 class Audit:
-    """Runs a subject alone and in batches, and holds what was found; see ``operations``, ``groups``, ``first`` and ``sizes``.
+    """Runs a subject alone and in batches, and holds what was found; see ``operations``, ``groups``, ``first`` and
+    ``sizes``.
 
     subject: what to run. watched: how many of its first rows are followed (each is run alone once).
     Raises BadInput for a batch under two rows, or a watched row that leaves no batchmate.
@@ -180,7 +193,14 @@ class Audit:
             def keep(leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().data_ptr() in parameters:
                     return leaf
-                key = (leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf._version, leaf.dtype)
+                key = (
+                    leaf.untyped_storage().data_ptr(),
+                    leaf.storage_offset(),
+                    leaf.shape,
+                    leaf.stride(),
+                    leaf._version,
+                    leaf.dtype,
+                )
                 if key not in memory:
                     memory[key] = (_copy(leaf), leaf)  # the original is held, so that its address stays its own
                 return memory[key][0]
@@ -189,10 +209,14 @@ class Audit:
                 nonlocal position
                 kept, given = [keep(leaf) for leaf in leaves], [_copy(t) for t in outputs]
                 if row == 0:
-                    self.seen.append(Seen(recorder.phase, str(function), recorder.where, function, [kept], spec, [given]))
+                    self.seen.append(
+                        Seen(recorder.phase, str(function), recorder.where, function, [kept], spec, [given])
+                    )
                 else:
                     if position >= len(self.seen) or self.seen[position].op != str(function):
-                        raise BadInput(f"row {row} alone ran other operations than row 0 alone (at {recorder.where}, {function}): their shapes must agree.")
+                        raise BadInput(
+                            f"row {row} alone ran other operations than row 0 alone (at {recorder.where}, {function}): their shapes must agree."
+                        )
                     self.seen[position].leaves.append(kept)
                     self.seen[position].outputs.append(given)
                 position += 1
@@ -210,7 +234,9 @@ class Audit:
             self._compare_run("contents", [r if r == row else stand_ins[r] for r in every], {row: row})
         turned = every[1:] + every[:1]
         for order in (turned, every[::-1]):
-            self._compare_run("position", order, {row: order.index(row) for row in self.watched if order.index(row) != row})
+            self._compare_run(
+                "position", order, {row: order.index(row) for row in self.watched if order.index(row) != row}
+            )
         half = max((n + 1) // 2, len(self.watched), 2)
         if half < n:
             self._compare_run("composition", every[:half], here)
@@ -253,8 +279,13 @@ class Audit:
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
-    def _against_alone(self, seen: Seen, record: OperationRecord, function, leaves, spec, outputs, n: int, places: dict[int, int]) -> None:
-        dims = [carried(leaf, alone, n) if isinstance(leaf, torch.Tensor) else None for leaf, alone in zip(leaves, seen.leaves[0])]
+    def _against_alone(
+        self, seen: Seen, record: OperationRecord, function, leaves, spec, outputs, n: int, places: dict[int, int]
+    ) -> None:
+        dims = [
+            carried(leaf, alone, n) if isinstance(leaf, torch.Tensor) else None
+            for leaf, alone in zip(leaves, seen.leaves[0])
+        ]
         rows_in = any(dim is not None for dim in dims)
         rows_out = any(carried(t, alone, n) is not None for t, alone in zip(outputs, seen.outputs[0]))
         if not (rows_in or rows_out):
@@ -262,7 +293,10 @@ class Audit:
         seen.dims = dims
         seen.base = [self._rows_of(outputs, seen.outputs[row], places[row], n, copy=True) for row in self.watched]
         record.carries, record.spans_batch = True, not rows_out
-        into = self._difference([_tensors(seen.leaves[row]) for row in self.watched], [self._rows_of(_tensors(leaves), _tensors(seen.leaves[row]), places[row], n) for row in self.watched])
+        into = self._difference(
+            [_tensors(seen.leaves[row]) for row in self.watched],
+            [self._rows_of(_tensors(leaves), _tensors(seen.leaves[row]), places[row], n) for row in self.watched],
+        )
         out = self._difference(seen.outputs, seen.base)
         record.varies["solo"] = out.rows_differ > 0
         record.inputs_differ, record.max_ulp_in, record.max_ulp_out = into.rows_differ > 0, into.max_ulp, out.max_ulp
@@ -271,9 +305,11 @@ class Audit:
         if record.inputs_differ:
             fed = self._fed(seen, function, leaves, spec, n, places)
             self._feed_control(record, function, leaves, spec, outputs)
-        # A decision over the whole batch (is any row padded?) is no arithmetic: it is listed, and what it changes shows later.
+        # A decision over the whole batch (is any row padded?) is no arithmetic: it is listed, and what it changes
+        # shows later.
         decides = record.spans_batch and not any(t.dtype.is_floating_point for t in outputs)
-        # Where inputs differ but results agree nothing came in: a row number that picks the row's own entries is such an input.
+        # Where inputs differ but results agree nothing came in: a row number that picks the row's own entries is such
+        # an input.
         record.introduces = record.varies["solo"] and fed.rows_differ > 0 and not decides
         record.max_ulp_introduced = fed.max_ulp if record.introduces else 0
         if record.spans_batch:
@@ -283,21 +319,31 @@ class Audit:
             record.introduces, record.max_ulp_introduced, record.note = True, out.max_ulp, "its input numbers the rows"
         self._varied |= record.varies["solo"] and not decides
 
-    def _against_base(self, axis: str, seen: Seen, record: OperationRecord, outputs, n: int, places: dict[int, int]) -> None:
+    def _against_base(
+        self, axis: str, seen: Seen, record: OperationRecord, outputs, n: int, places: dict[int, int]
+    ) -> None:
         if seen.base is None or not record.carries:
             return
         now = [self._rows_of(outputs, seen.outputs[row], places[row], n) for row in places]
         found = self._difference([seen.base[row] for row in places], now)
         record.varies[axis] = record.varies.get(axis, False) or found.rows_differ > 0
 
-    def _rows_of(self, batched: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], place: int, n: int, copy: bool = False) -> list[torch.Tensor]:
+    def _rows_of(
+        self, batched: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], place: int, n: int, copy: bool = False
+    ) -> list[torch.Tensor]:
         parts = [part_of(t, one, place, n) for t, one in zip(batched, alone, strict=True)]
         return [part.clone() for part in parts] if copy else parts
 
     def _fed(self, seen: Seen, function, leaves, spec, n: int, places: dict[int, int]) -> Difference:
-        """Run the batch's operation with the watched rows' inputs as they were alone, and compare with what it gave alone."""
+        """Run the batch's operation with the watched rows' inputs as they were alone, and compare with what it gave
+        alone.
+        """
         shared = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and seen.dims[k] is None]
-        same = all(self._difference([[seen.leaves[row][k]]], [[leaves[k]]]).rows_differ == 0 for k in shared for row in self.watched)
+        same = all(
+            self._difference([[seen.leaves[row][k]]], [[leaves[k]]]).rows_differ == 0
+            for k in shared
+            for row in self.watched
+        )
         # An argument without rows can only be one row's at a time.
         total = Difference()
         for rows in [self.watched] if same else [[row] for row in self.watched]:
@@ -310,7 +356,10 @@ class Audit:
                 elif k in shared and function._schema.is_mutable:
                     fed[k] = _copy(fed[k])
             given = _outputs(function, fed, spec)
-            total = total + self._difference([seen.outputs[row] for row in rows], [self._rows_of(given, seen.outputs[row], places[row], n) for row in rows])
+            total = total + self._difference(
+                [seen.outputs[row] for row in rows],
+                [self._rows_of(given, seen.outputs[row], places[row], n) for row in rows],
+            )
         return total
 
     def _feed_control(self, record: OperationRecord, function, leaves, spec, outputs) -> None:
@@ -322,9 +371,13 @@ class Audit:
         again = _outputs(function, [_copy(leaf) for leaf in leaves], spec)
         if not all(same_bits(a, b) for a, b in zip(again, outputs)):
             self.feed_unrepeatable += 1
-            record.note = "run again on the same inputs it gives other bits: introduces and propagates cannot be told apart"
+            record.note = (
+                "run again on the same inputs it gives other bits: introduces and propagates cannot be told apart"
+            )
 
-    def _difference(self, before: Sequence[Sequence[torch.Tensor]], after: Sequence[Sequence[torch.Tensor]]) -> Difference:
+    def _difference(
+        self, before: Sequence[Sequence[torch.Tensor]], after: Sequence[Sequence[torch.Tensor]]
+    ) -> Difference:
         """Compare rows given as lists of tensors. Parameters compare by being the same memory."""
         total, differ = Difference(rows=len(before)), 0
         for olds, news in zip(before, after):
@@ -341,7 +394,9 @@ class Audit:
 
     def _controls(self) -> None:
         """The comparison sees a flipped bit, and tells two rows of one batch apart."""
-        last = next((s for s in reversed(self.seen) if s.base is not None and s.base[0][0].dtype.is_floating_point), None)
+        last = next(
+            (s for s in reversed(self.seen) if s.base is not None and s.base[0][0].dtype.is_floating_point), None
+        )
         if last is None:
             return
         out = last.base[0][0]
@@ -352,54 +407,92 @@ class Audit:
     # -- what was found ------------------------------------------------------------------------------------------------
 
     def operations(self) -> pd.DataFrame:
-        """One row an operation that carries the batch, in order: phase, module, op, whether it varies on each axis, ..."""
+        """One row an operation that carries the batch, in order: phase, module, op, whether it varies on each axis,
+        ...
+        """
         rows = [
             {
-                "index": r.index, "phase": r.phase, "module": r.module, "op": _short(r.op), **{axis: r.varies.get(axis) for axis in AUDIT_AXES},
-                "inputs_differ": r.inputs_differ, "introduces": r.introduces, "propagates": bool(r.varies.get("solo")) and r.inputs_differ and not r.introduces, "spans_batch": r.spans_batch,
-                "max_ulp_in": r.max_ulp_in, "max_ulp_out": r.max_ulp_out, "max_ulp_introduced": r.max_ulp_introduced,
-                "max_row_scaled_ulp_in": r.max_scaled_in, "max_row_scaled_ulp_out": r.max_scaled_out, "note": r.note,
+                "index": r.index,
+                "phase": r.phase,
+                "module": r.module,
+                "op": _short(r.op),
+                **{axis: r.varies.get(axis) for axis in AUDIT_AXES},
+                "inputs_differ": r.inputs_differ,
+                "introduces": r.introduces,
+                "propagates": bool(r.varies.get("solo")) and r.inputs_differ and not r.introduces,
+                "spans_batch": r.spans_batch,
+                "max_ulp_in": r.max_ulp_in,
+                "max_ulp_out": r.max_ulp_out,
+                "max_ulp_introduced": r.max_ulp_introduced,
+                "max_row_scaled_ulp_in": r.max_scaled_in,
+                "max_row_scaled_ulp_out": r.max_scaled_out,
+                "note": r.note,
             }
-            for r in self.records if r.carries
-        ]  # fmt: skip
+            for r in self.records
+            if r.carries
+        ]
         return pd.DataFrame(rows)
 
     def groups(self) -> pd.DataFrame:
-        """Operations of one kind together (layers joined): calls, calls that vary on each axis, introduce, propagate."""
+        """Operations of one kind together (layers joined): calls, calls that vary on each axis, introduce,
+        propagate.
+        """
         frame = self.operations()
         frame["place"] = frame["module"].map(without_layer)
         rows = []
         for (phase, place, op), part in frame.groupby(["phase", "place", "op"], sort=False):
-            rows.append({
-                "phase": phase, "module": place, "op": op, "calls": len(part), **{axis: int(part[axis].eq(True).sum()) for axis in AUDIT_AXES},
-                "introduces": int(part["introduces"].sum()), "propagates": int(part["propagates"].sum()),
-                "share_varies": float(part["solo"].eq(True).mean()), "max_ulp_in": int(part["max_ulp_in"].max()), "max_ulp_out": int(part["max_ulp_out"].max()),
-                "max_ulp_introduced": int(part["max_ulp_introduced"].max()), "max_row_scaled_ulp_in": float(part["max_row_scaled_ulp_in"].max()),
-                "max_row_scaled_ulp_out": float(part["max_row_scaled_ulp_out"].max()), "note": "; ".join(dict.fromkeys(note for note in part["note"] if note)),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "phase": phase,
+                    "module": place,
+                    "op": op,
+                    "calls": len(part),
+                    **{axis: int(part[axis].eq(True).sum()) for axis in AUDIT_AXES},
+                    "introduces": int(part["introduces"].sum()),
+                    "propagates": int(part["propagates"].sum()),
+                    "share_varies": float(part["solo"].eq(True).mean()),
+                    "max_ulp_in": int(part["max_ulp_in"].max()),
+                    "max_ulp_out": int(part["max_ulp_out"].max()),
+                    "max_ulp_introduced": int(part["max_ulp_introduced"].max()),
+                    "max_row_scaled_ulp_in": float(part["max_row_scaled_ulp_in"].max()),
+                    "max_row_scaled_ulp_out": float(part["max_row_scaled_ulp_out"].max()),
+                    "note": "; ".join(dict.fromkeys(note for note in part["note"] if note)),
+                }
+            )
         return pd.DataFrame(rows)
 
     def first(self) -> dict | None:
         """The first operation that introduces a difference, or None."""
         frame = self.operations()
         found = frame[frame["introduces"]]
-        return None if found.empty else found[["index", "phase", "module", "op", "max_ulp_introduced"]].to_dict("records")[0]
+        return (
+            None
+            if found.empty
+            else found[["index", "phase", "module", "op", "max_ulp_introduced"]].to_dict("records")[0]
+        )
 
     def axes(self) -> pd.DataFrame:
         """Per axis: operations compared, operations whose bits changed, and whether the final operation's did."""
         frame = self.operations()
         last = frame.iloc[-1]
-        return pd.DataFrame([
-            {"axis": axis, "operations": int(frame[axis].notna().sum()), "vary": int(frame[axis].eq(True).sum()), "last_operation_varies": bool(last[axis])}
-            for axis in AUDIT_AXES
-        ])  # fmt: skip
+        return pd.DataFrame(
+            [
+                {
+                    "axis": axis,
+                    "operations": int(frame[axis].notna().sum()),
+                    "vary": int(frame[axis].eq(True).sum()),
+                    "last_operation_varies": bool(last[axis]),
+                }
+                for axis in AUDIT_AXES
+            ]
+        )
 
     def sizes(self, sizes: Sequence[int] = SIZES, samples: int = 3) -> pd.DataFrame:
         """At which batch sizes an operation changes its bits, for each kind that computes floating values.
 
-        The first ``samples`` calls of each kind are run with the watched rows' inputs as they were alone, batchmates being
-        repeats of them. Returns rows (phase, module, op, size, bit_class); sizes of one class gave the rows the same bits, and
-        size 1 is class 0.
+        The first ``samples`` calls of each kind are run with the watched rows' inputs as they were alone, batchmates
+        being repeats of them. Returns rows (phase, module, op, size, bit_class); sizes of one class gave the rows the
+        same bits, and size 1 is class 0.
         """
         chosen: dict[tuple, list[Seen]] = defaultdict(list)
         for seen, record in zip(self.seen, self.records):
@@ -409,7 +502,10 @@ class Audit:
         rows = []
         with torch.no_grad():
             for kind, calls in chosen.items():
-                rows += [dict(zip(("phase", "module", "op"), kind), size=size, bit_class=found) for size, found in self._classes(calls, sizes)]
+                rows += [
+                    dict(zip(("phase", "module", "op"), kind), size=size, bit_class=found)
+                    for size, found in self._classes(calls, sizes)
+                ]
         return pd.DataFrame(rows, columns=["phase", "module", "op", "size", "bit_class"])
 
     def _classes(self, calls: Sequence[Seen], sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
@@ -417,7 +513,10 @@ class Audit:
         for size in sizes:
             try:
                 outputs = [t for seen in calls for t in self._at_size(seen, size)]
-            except (RuntimeError, Unaligned):  # sizes spelled out in the arguments, or too large for the memory: no statement
+            except (
+                RuntimeError,
+                Unaligned,
+            ):  # sizes spelled out in the arguments, or too large for the memory: no statement
                 continue
             found = next((k for k, old in enumerate(known) if all(same_bits(a, b) for a, b in zip(old, outputs))), None)
             if found is None:
@@ -434,7 +533,10 @@ class Audit:
             elif isinstance(leaf, torch.Tensor) and seen.function._schema.is_mutable:
                 leaf = _copy(leaf)
             leaves.append(leaf)
-        return [part_of(t, alone, 0, size).clone() for t, alone in zip(_outputs(seen.function, leaves, seen.spec), seen.outputs[0])]
+        return [
+            part_of(t, alone, 0, size).clone()
+            for t, alone in zip(_outputs(seen.function, leaves, seen.spec), seen.outputs[0])
+        ]
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -462,8 +564,8 @@ def _outputs(function: Callable, leaves: Sequence[Any], spec: Any) -> list[torch
 
 
 def _results(function: Callable, result: Any) -> list[torch.Tensor]:
-    """The tensors that an operation computed. What fused attention returns for its backward pass alone is left out: seeds and
-    offsets are not even written where nothing is dropped, so their bits are whatever lay in memory."""
+    """The tensors that an operation computed. What fused attention returns for its backward pass alone is left out:
+    seeds and offsets are not even written where nothing is dropped, so their bits are whatever lay in memory."""
     named = zip(function._schema.returns, result) if isinstance(result, tuple) else ((None, result),)
     kept = [value for declared, value in named if declared is None or declared.name not in _BACKWARD_ONLY]
     return [t for t in tree_flatten(kept)[0] if isinstance(t, torch.Tensor)]
@@ -482,7 +584,8 @@ def tokens(subject: CausalSubject, count: int) -> pd.DataFrame:
     """Greedy tokens of each row in the batch, in the same batch again, and alone; one row a row of the batch.
 
     Columns: row, tokens, first_difference (index of the first token that differs from alone, or -1), rerun_differs,
-    logits_differ (bits of the first step's logits), max_logit_difference, margin (top-1 minus top-2 of those logits, alone).
+    logits_differ (bits of the first step's logits), max_logit_difference, margin (top-1 minus top-2 of those logits,
+    alone).
     """
     rows = list(range(subject.count))
     (batch, logits), (again, _) = subject.greedy_with_logits(rows, count), subject.greedy_with_logits(rows, count)
@@ -491,9 +594,15 @@ def tokens(subject: CausalSubject, count: int) -> pd.DataFrame:
         alone, own = subject.greedy_with_logits([row], count)
         unequal = (batch[row] != alone[0]).nonzero().flatten().tolist()
         top = own[0].float().topk(2).values
-        table.append({
-            "row": row, "tokens": count, "first_difference": unequal[0] if unequal else -1, "rerun_differs": not torch.equal(batch[row], again[row]),
-            "logits_differ": not same_bits(logits[row], own[0]), "max_logit_difference": float((logits[row].float() - own[0].float()).abs().max()),
-            "margin": float(top[0] - top[1]),
-        })  # fmt: skip
+        table.append(
+            {
+                "row": row,
+                "tokens": count,
+                "first_difference": unequal[0] if unequal else -1,
+                "rerun_differs": not torch.equal(batch[row], again[row]),
+                "logits_differ": not same_bits(logits[row], own[0]),
+                "max_logit_difference": float((logits[row].float() - own[0].float()).abs().max()),
+                "margin": float(top[0] - top[1]),
+            }
+        )
     return pd.DataFrame(table)

@@ -1,7 +1,8 @@
 """What is varied around a row: each axis as a list of replays, each replay as a list of rows that make up its batch.
 
-Every batch is put together from the real call's own rows, by index, so that one mechanism serves all axes: a row alone, fewer
-rows, rows twice, rows in another order. Contents and padding also overwrite values, at named positions of the new batch.
+Every batch is put together from the real call's own rows, by index, so that one mechanism serves all axes: a row
+alone, fewer rows, rows twice, rows in another order. Contents and padding also overwrite values, at named positions
+of the new batch.
 """
 
 import random
@@ -12,8 +13,9 @@ import torch
 
 AXES = ("rerun", "contents", "composition", "solo", "position", "padding")
 
-# An axis whose difference is already explained by a narrower one is not variant in its own right: a kernel that mixes rows
-# (contents) also differs when a row is alone. `position` is left out here: rows that kept their index are judged without it.
+# An axis whose difference is already explained by a narrower one is not variant in its own right: a kernel that mixes
+# rows (contents) also differs when a row is alone. `position` is left out here: rows that kept their index are judged
+# without it.
 EXPLAINED_BY = {
     "rerun": (),
     "contents": ("rerun",),
@@ -75,7 +77,9 @@ class Planner:
         return [] if self.count == 1 else [Replay((i,), (0,)) for i in self.watched]
 
     def _composition(self) -> list[Replay]:
-        """Half the batch left out, from either end; the batch twice; every other row replaced by the longest or shortest."""
+        """Half the batch left out, from either end; the batch twice; every other row replaced by the longest or
+        shortest.
+        """
         n, every = self.count, tuple(range(self.count))
         batches = [every + every]
         if n >= 3:
@@ -114,7 +118,9 @@ class Planner:
         return replays
 
     def _padding(self) -> list[Replay]:
-        """Rows added up to the next power of two beyond the batch, as captured batch sizes do; or dimensions widened."""
+        """Rows added up to the next power of two beyond the batch, as captured batch sizes do; or dimensions
+        widened.
+        """
         every = tuple(range(self.count))
         if self.widen:
             return [Replay(every, tuple(self.watched), widened=True)]
@@ -134,8 +140,8 @@ class Planner:
 def other_values(rows: torch.Tensor) -> torch.Tensor:
     """Values for rows whose contents are to be others: the same ones in another order and another size.
 
-    Sizes change by a power of two, so that what is finite stays finite in all but extreme rows; zeros become ones. Floating
-    values keep their sign, since scales must stay positive; integers and booleans are only reordered.
+    Sizes change by a power of two, so that what is finite stays finite in all but extreme rows; zeros become ones.
+    Floating values keep their sign, since scales must stay positive; integers and booleans are only reordered.
     """
     flat = rows.flatten().flip(0).roll(1)
     if not rows.dtype.is_floating_point:

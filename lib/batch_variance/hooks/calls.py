@@ -1,7 +1,7 @@
 """One call's arguments by name: bound to the function's signature, read and replaced by path, walked for tensors.
 
-A path is a name and, after dots, keys, indices or attributes: ``q``, ``inputs.k``, ``pair.0``. Containers looked into are
-tuples, named tuples, lists, dicts and dataclasses; anything else is passed on as it is.
+A path is a name and, after dots, keys, indices or attributes: ``q``, ``inputs.k``, ``pair.0``. Containers looked into
+are tuples, named tuples, lists, dicts and dataclasses; anything else is passed on as it is.
 """
 
 import copy
@@ -49,7 +49,9 @@ class Call:
 
     @property
     def args(self) -> tuple:
-        return tuple(self.values[n] for n in self.positional) + tuple(self.values[self.variadic] if self.variadic else ())
+        return tuple(self.values[n] for n in self.positional) + tuple(
+            self.values[self.variadic] if self.variadic else ()
+        )
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -140,7 +142,9 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of nested containers with each tensor replaced. The containers are always new; what is no container is not."""
+    """A copy of nested containers with each tensor replaced. The containers are always new; what is no container is
+    not.
+    """
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, (tuple, list)):

@@ -1,11 +1,12 @@
 """Input checks beside the probe: is what the engine gave the call well formed, before any kernel is blamed?
 
-FlashMLA issue 212 could only speak of arithmetic because its author had shown that the indices, the lengths and the cache were
-right. A check looks at one call's arguments (copies, as they were before it ran) and answers with a ``Finding``. Ours are the
-classes here; a user's is any function of the arguments' dict that returns a Finding or a bool.
+FlashMLA issue 212 could only speak of arithmetic because its author had shown that the indices, the lengths and the
+cache were right. A check looks at one call's arguments (copies, as they were before it ran) and answers with a
+``Finding``. Ours are the classes here; a user's is any function of the arguments' dict that returns a Finding or a
+bool.
 
-A check says ``ok`` only if it could have failed: each has its occurred proof (two rows at one position, a slot seen twice, an
-index beyond the valid length). Without it the verdict is ``inconclusive``.
+A check says ``ok`` only if it could have failed: each has its occurred proof (two rows at one position, a slot seen
+twice, an index beyond the valid length). Without it the verdict is ``inconclusive``.
 """
 
 import hashlib
@@ -22,7 +23,9 @@ from .snapshots import bits
 
 @dataclass(frozen=True)
 class Finding:
-    """rows looked at, rows that fail, whether the check could have failed on this call, and a sentence on the first failure."""
+    """rows looked at, rows that fail, whether the check could have failed on this call, and a sentence on the first
+    failure.
+    """
 
     rows: int
     failed: int
@@ -32,8 +35,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a check is given: the call before it ran, its number and rows, whether the identical call gave the same bits, and a
-    way to run it again with changes."""
+    """What a check is given: the call before it ran, its number and rows, whether the identical call gave the same
+    bits, and a way to run it again with changes."""
 
     call: Call
     number: int
@@ -51,11 +54,20 @@ def run_check(check: Any, context: CheckContext) -> dict:
         found = Finding(0, 0, False, f"the check raised {type(error).__name__}: {error}")
     if isinstance(found, bool):
         found = Finding(context.rows, 0 if found else context.rows)
-    return {"check": name, "call": context.number, "rows": found.rows, "failed": found.failed, "controlled": found.controlled, "detail": found.detail}
+    return {
+        "check": name,
+        "call": context.number,
+        "rows": found.rows,
+        "failed": found.failed,
+        "controlled": found.controlled,
+        "detail": found.detail,
+    }
 
 
 def summarise(records: pd.DataFrame) -> pd.DataFrame:
-    """The well-formedness table: check, calls, rows, failed, occurred (calls that could have failed), verdict, detail."""
+    """The well-formedness table: check, calls, rows, failed, occurred (calls that could have failed), verdict,
+    detail.
+    """
     columns = ["check", "calls", "rows", "failed", "occurred", "verdict", "detail"]
     if records.empty:
         return pd.DataFrame(columns=columns)
@@ -64,16 +76,28 @@ def summarise(records: pd.DataFrame) -> pd.DataFrame:
         failed, occurred = int(part["failed"].sum()), int(part["controlled"].astype(bool).sum())
         verdict = "fails" if failed else "ok" if occurred else "inconclusive"
         details = [detail for detail in part["detail"] if detail]
-        table.append([name, part["call"].nunique(), int(part["rows"].sum()), failed, occurred, verdict, details[0] if details else ""])
+        table.append(
+            [
+                name,
+                part["call"].nunique(),
+                int(part["rows"].sum()),
+                failed,
+                occurred,
+                verdict,
+                details[0] if details else "",
+            ]
+        )
     return pd.DataFrame(table, columns=columns)
 
 
 @dataclass
 class SelectionsAgree:
-    """Rows at equal positions of the same request text choose the same indices (the top-k of a sparse-attention indexer).
+    """Rows at equal positions of the same request text choose the same indices (the top-k of a sparse-attention
+    indexer).
 
-    selection: path of the indices [B, ...]; group: path of what makes two rows comparable [B, ...] (the position), or a function
-    of the arguments that gives one hashable key a row. ``normalise(indices, row, arguments)`` may turn slots into logical tokens.
+    selection: path of the indices [B, ...]; group: path of what makes two rows comparable [B, ...] (the position), or
+    a function of the arguments that gives one hashable key a row. ``normalise(indices, row, arguments)`` may turn
+    slots into logical tokens.
     """
 
     selection: str
@@ -84,7 +108,11 @@ class SelectionsAgree:
     def look(self, context: CheckContext) -> Finding:
         arguments = context.call.flat()
         chosen = context.call.get(self.selection)
-        keys = self.group(arguments) if callable(self.group) else [tuple(bits(r).flatten().tolist()) for r in context.call.get(self.group)]
+        keys = (
+            self.group(arguments)
+            if callable(self.group)
+            else [tuple(bits(r).flatten().tolist()) for r in context.call.get(self.group)]
+        )
         first: dict[Any, torch.Tensor] = {}
         compared = failed = 0
         detail = ""
@@ -96,7 +124,9 @@ class SelectionsAgree:
             compared += 1
             if not torch.equal(first[key], mine):
                 failed += 1
-                detail = detail or f"call {context.number}: row {row} selects other indices than an earlier row of its group"
+                detail = (
+                    detail or f"call {context.number}: row {row} selects other indices than an earlier row of its group"
+                )
         return Finding(compared, failed, compared > 0, detail)
 
 
@@ -104,8 +134,9 @@ class SelectionsAgree:
 class SlotsStable:
     """The bytes behind cache slots that are fetched again are those fetched before: nothing overwrote a live slot.
 
-    cache: path of the cache, slots along its first ``slot_dims`` dimensions flattened; slots: path of the slot numbers fetched
-    (negative: none). ``epoch(arguments)`` names a period in which slots keep their owners; a new value forgets the old bytes.
+    cache: path of the cache, slots along its first ``slot_dims`` dimensions flattened; slots: path of the slot
+    numbers fetched (negative: none). ``epoch(arguments)`` names a period in which slots keep their owners; a new
+    value forgets the old bytes.
     """
 
     cache: str
@@ -130,7 +161,10 @@ class SlotsStable:
                 again += 1
                 if self._seen[slot] != digest:
                     failed += 1
-                    detail = detail or f"call {context.number}: slot {slot} holds other bytes than when it was fetched before"
+                    detail = (
+                        detail
+                        or f"call {context.number}: slot {slot} holds other bytes than when it was fetched before"
+                    )
             self._seen[slot] = digest
         return Finding(again, failed, again > 0, detail)
 
@@ -153,7 +187,11 @@ class LengthsMatch:
         expected = torch.arange(wide, device=valid.device)[None] < lengths[:, None]
         wrong = (valid != expected).any(1) | (lengths > wide) | (lengths < 0)
         rows = wrong.nonzero().flatten().tolist()
-        detail = f"call {context.number}: row {rows[0]} says {int(lengths[rows[0]])} and holds {int(valid[rows[0]].sum())} valid indices" if rows else ""
+        detail = (
+            f"call {context.number}: row {rows[0]} says {int(lengths[rows[0]])} and holds {int(valid[rows[0]].sum())} valid indices"
+            if rows
+            else ""
+        )
         # Full rows alone could not tell a length that is always the width from one that is right.
         return Finding(len(lengths), len(rows), bool((~valid).any()) or bool(rows), detail)
 
@@ -162,8 +200,8 @@ class LengthsMatch:
 class TailUnread:
     """What lies beyond each row's valid length is not read: poisoned with NaN, and with a large number, no bit changes.
 
-    argument: path of a floating tensor [B, ..., L, ...]; lengths: path [B] of valid entries along ``dim``. Its negative control
-    is the identical call; its positive control poisons the last valid entry, which must.
+    argument: path of a floating tensor [B, ..., L, ...]; lengths: path [B] of valid entries along ``dim``. Its
+    negative control is the identical call; its positive control poisons the last valid entry, which must.
     """
 
     argument: str
@@ -181,9 +219,13 @@ class TailUnread:
             return Finding(rows, 0, False, "the identical call already gives other bits")
         control = context.replay(lambda call: self._poisoned(call, torch.nan, [(max(n - 1, 0), n) for n in lengths]))
         tails = [(n, size) for n in lengths]
-        read = [context.replay(lambda call, value=value: self._poisoned(call, value, tails)) for value in (torch.nan, 1e4)]
+        read = [
+            context.replay(lambda call, value=value: self._poisoned(call, value, tails)) for value in (torch.nan, 1e4)
+        ]
         failed = max(difference.rows_differ for difference in read)
-        detail = f"call {context.number}: {failed} rows change when the entries beyond their length do" if failed else ""
+        detail = (
+            f"call {context.number}: {failed} rows change when the entries beyond their length do" if failed else ""
+        )
         return Finding(rows, failed, control.rows_differ > 0, detail)
 
     def _poisoned(self, call: Call, value: float, ranges: list[tuple[int, int]]) -> Call:
@@ -198,8 +240,8 @@ class TailUnread:
 class ScalesPerRow:
     """No scale is computed over rows that merely share the batch.
 
-    A scale with one value for several rows is fine while it is a constant of the model. It fails when its bits change from call
-    to call: then it depends on what is in the batch, and removing a batchmate changes a row's rounding.
+    A scale with one value for several rows is fine while it is a constant of the model. It fails when its bits change
+    from call to call: then it depends on what is in the batch, and removing a batchmate changes a row's rounding.
 
     scale: path of the scale; of: path of the tensor whose rows it scales, rows in its first dimension.
     """
@@ -219,5 +261,9 @@ class ScalesPerRow:
         if self._first is None:
             self._first = found
         changed = found != self._first
-        detail = f"call {context.number}: one scale spans {rows} rows and is not the one of an earlier call" if changed else ""
+        detail = (
+            f"call {context.number}: one scale spans {rows} rows and is not the one of an earlier call"
+            if changed
+            else ""
+        )
         return Finding(rows, rows if changed else 0, self._calls > 1, detail)

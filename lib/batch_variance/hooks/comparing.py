@@ -1,7 +1,8 @@
 """What one replay says about the rows it was to keep: rows and elements whose bits differ, and by how much.
 
-Distances follow numerics: ULP for floating dtypes, the difference itself for integers (the number of values between), and
-row-scaled ULP over all of a row's elements. Bits decide; distances describe. +0 and -0 differ in bits at ULP distance 0.
+Distances follow numerics: ULP for floating dtypes, the difference itself for integers (the number of values between),
+and row-scaled ULP over all of a row's elements. Bits decide; distances describe. +0 and -0 differ in bits at ULP
+distance 0.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ class Difference:
         )
 
 
-def compare_rows(before: Sequence[Sequence[torch.Tensor]], after: Sequence[Sequence[torch.Tensor]], moved: Sequence[bool]) -> Difference:
+def compare_rows(
+    before: Sequence[Sequence[torch.Tensor]], after: Sequence[Sequence[torch.Tensor]], moved: Sequence[bool]
+) -> Difference:
     """Compare rows: ``before[k][r]`` is row r of result k in the real call, ``after[k][r]`` in the replay.
 
     ``moved[r]`` says whether the row's index changed. Raises ShapeChanged when a row's shape or dtype is another.
@@ -53,7 +56,9 @@ def compare_rows(before: Sequence[Sequence[torch.Tensor]], after: Sequence[Seque
     for olds, news in zip(before, after, strict=True):
         for r, (old, new) in enumerate(zip(olds, news, strict=True)):
             if old.shape != new.shape or old.dtype != new.dtype:
-                raise ShapeChanged(f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}")
+                raise ShapeChanged(
+                    f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
+                )
         found.elements += sum(old.numel() for old in olds)
         for r, old, new in _unequal(olds, news):
             differs[r] = True

@@ -1,8 +1,8 @@
 """How an argument or an output carries the batch: which part of it is row i, and how a new batch is put together.
 
-A *row* is one request of the step. It may be one index of a dimension (``Rows``), a range of a flattened token dimension
-(``Flat``), or a step of prefix sums (``Prefix``). Taking rows keeps the strides and the alignment of the original, so that a
-kernel that looks at them sees in a replay what it saw in the real call.
+A *row* is one request of the step. It may be one index of a dimension (``Rows``), a range of a flattened token
+dimension (``Flat``), or a step of prefix sums (``Prefix``). Taking rows keeps the strides and the alignment of the
+original, so that a kernel that looks at them sees in a replay what it saw in the real call.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,9 @@ class Rows:
         if isinstance(value, (list, tuple)):
             return len(value)
         if not isinstance(value, torch.Tensor):
-            raise CannotSlice(f"is a {type(value).__name__}, which has no rows: build it afresh (fresh=) or leave it whole")
+            raise CannotSlice(
+                f"is a {type(value).__name__}, which has no rows: build it afresh (fresh=) or leave it whole"
+            )
         if not -value.dim() <= self.dim < value.dim():
             raise CannotSlice(f"has shape {tuple(value.shape)} and so no dimension {self.dim}")
         return None if self._shared(value) else value.shape[self.dim]
@@ -138,7 +140,9 @@ def take_along(value: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Ten
 
 
 def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension scale."""
+    """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension
+    scale.
+    """
     shape = list(value.shape)
     old, step = shape[dim], value.stride(dim)
     shape[dim] = size
@@ -147,7 +151,11 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         outer = d != dim and strides[d] and step and strides[d] >= step * max(old, 1) and value.shape[d] > 1
         if outer:
             # Keep a gap between outer slices (a view into a wider buffer) as a gap.
-            strides[d] = step * size + (strides[d] - step * old) if strides[d] % (step * old or 1) else strides[d] // (old or 1) * size
+            strides[d] = (
+                step * size + (strides[d] - step * old)
+                if strides[d] % (step * old or 1)
+                else strides[d] // (old or 1) * size
+            )
     return strided(shape, strides, value.dtype, value.device)
 
 

@@ -1,11 +1,12 @@
 """The probe's log: one parquet file a session that any reader may open at any moment.
 
-A parquet file ends in its index, so it cannot grow in place and stay readable. Here each flush writes the session to a temporary
-file beside it and renames that over the old one: a reader sees the last flush, whole, and so does whoever comes after a crash.
-Append-only holds for the bytes too: a flush adds one row group, and those before it are written again to the same bytes at the
-same places, so that a reader that took the index from the old file and the rows from the new one still reads right (pandas and
-pyarrow open a path twice). To keep the work bounded, a flush waits until a twentieth of the session is pending or two seconds
-have passed since the first pending row; a crash loses at most that. A session of 10,000 sampled calls is a few megabytes.
+A parquet file ends in its index, so it cannot grow in place and stay readable. Here each flush writes the session to
+a temporary file beside it and renames that over the old one: a reader sees the last flush, whole, and so does whoever
+comes after a crash. Append-only holds for the bytes too: a flush adds one row group, and those before it are written
+again to the same bytes at the same places, so that a reader that took the index from the old file and the rows from
+the new one still reads right (pandas and pyarrow open a path twice). To keep the work bounded, a flush waits until a
+twentieth of the session is pending or two seconds have passed since the first pending row; a crash loses at most
+that. A session of 10,000 sampled calls is a few megabytes.
 """
 
 import os
@@ -20,14 +21,37 @@ import pyarrow.parquet as pq
 
 from ..common import BadInput, write_atomically
 
-SCHEMA = pa.schema([
-    ("session", pa.string()), ("time", pa.float64()), ("kind", pa.string()), ("site", pa.string()), ("call", pa.int64()),
-    ("batch", pa.int64()), ("axis", pa.string()), ("replays", pa.int64()), ("rows_checked", pa.int64()), ("rows_differ", pa.int64()),
-    ("rows_unmoved", pa.int64()), ("differ_unmoved", pa.int64()), ("rows_sensitive", pa.int64()), ("elements", pa.int64()),
-    ("elements_differ", pa.int64()), ("max_ulp", pa.int64()), ("max_row_scaled_ulp", pa.float64()), ("ulp_histogram", pa.list_(pa.int64())),
-    ("occurred", pa.int64()), ("flip_seen", pa.bool_()), ("witness", pa.bool_()), ("note", pa.string()),
-    ("check", pa.string()), ("failed", pa.int64()), ("rows", pa.int64()), ("controlled", pa.bool_()), ("detail", pa.string()),
-])  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("session", pa.string()),
+        ("time", pa.float64()),
+        ("kind", pa.string()),
+        ("site", pa.string()),
+        ("call", pa.int64()),
+        ("batch", pa.int64()),
+        ("axis", pa.string()),
+        ("replays", pa.int64()),
+        ("rows_checked", pa.int64()),
+        ("rows_differ", pa.int64()),
+        ("rows_unmoved", pa.int64()),
+        ("differ_unmoved", pa.int64()),
+        ("rows_sensitive", pa.int64()),
+        ("elements", pa.int64()),
+        ("elements_differ", pa.int64()),
+        ("max_ulp", pa.int64()),
+        ("max_row_scaled_ulp", pa.float64()),
+        ("ulp_histogram", pa.list_(pa.int64())),
+        ("occurred", pa.int64()),
+        ("flip_seen", pa.bool_()),
+        ("witness", pa.bool_()),
+        ("note", pa.string()),
+        ("check", pa.string()),
+        ("failed", pa.int64()),
+        ("rows", pa.int64()),
+        ("controlled", pa.bool_()),
+        ("detail", pa.string()),
+    ]
+)
 
 SHARE, SECONDS = 20, 2.0
 
@@ -88,7 +112,9 @@ def read_groups(path: Path | str) -> list[pa.Table]:
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist: give the path that the probe's log was written to.") from None
     except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{path} is no parquet file ({str(error).splitlines()[0]}): give a log that a probe wrote.") from None
+        raise BadInput(
+            f"{path} is no parquet file ({str(error).splitlines()[0]}): give a log that a probe wrote."
+        ) from None
     if names != SCHEMA.names:
         lacking = ", ".join(sorted(set(SCHEMA.names) - set(names))) or "nothing, but has others"
         raise BadInput(f"{path} is a parquet file, but not a probe's log: it lacks {lacking}.")

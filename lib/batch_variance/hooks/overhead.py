@@ -1,4 +1,5 @@
-"""What a probe costs the engine that it sits in: the same load served plain, with the probe, and again with the probe gone.
+"""What a probe costs the engine that it sits in: the same load served plain, with the probe, and again with the probe
+gone.
 
 Run as ``python -m batch_variance.hooks.overhead FOLDER`` it prints a table and writes it as CSV.
 The engine runs in float32, on Triton kernels where there is a GPU and on torch's own where there is none.
@@ -22,15 +23,26 @@ from .adapters import engine_sites
 
 SAMPLING = {
     "re-run and solo": dict(axes=("rerun", "solo"), rows=1),
-    "all axes in turn": dict(axes=("rerun", "contents", "composition", "solo", "position", "padding"), rows=1, spread=True),
+    "all axes in turn": dict(
+        axes=("rerun", "contents", "composition", "solo", "position", "padding"), rows=1, spread=True
+    ),
 }
 
 
-def measure(model: Model, prompts: list[list[int]], sites: tuple[str, ...] = ("attend", "linear"), every: int = 100, rounds: int = 9, tokens: int = 32) -> pd.DataFrame:
-    """Serve one load again and again, alternating plain, probed and plain after the probe; medians and quartiles of seconds.
+def measure(
+    model: Model,
+    prompts: list[list[int]],
+    sites: tuple[str, ...] = ("attend", "linear"),
+    every: int = 100,
+    rounds: int = 9,
+    tokens: int = 32,
+) -> pd.DataFrame:
+    """Serve one load again and again, alternating plain, probed and plain after the probe; medians and quartiles of
+    seconds.
 
-    Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, plain_s, probed_s, off_s (medians), ratio
-    (median of the rounds' own ratios probed over plain, with its quartiles), off_ratio likewise, ms_per_sample.
+    Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, plain_s, probed_s, off_s
+    (medians), ratio (median of the rounds' own ratios probed over plain, with its quartiles), off_ratio likewise,
+    ms_per_sample.
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
@@ -62,13 +74,24 @@ def measure(model: Model, prompts: list[list[int]], sites: tuple[str, ...] = ("a
                     calls, sampled, spent = calls + probe.calls, sampled + probe.sampled, spent + probe.seconds
             ratio = sorted(p / q for p, q in zip(times["probed"], times["plain"]))
             off_ratio = sorted(p / q for p, q in zip(times["off"], times["plain"]))
-            rows.append({
-                "site": site, "sampling": sampling, "every": every, "rounds": rounds, "calls": calls, "sampled": sampled,
-                **{f"{name}_s": statistics.median(values) for name, values in times.items()},
-                "ratio": statistics.median(ratio), "ratio_low": ratio[len(ratio) // 4], "ratio_high": ratio[-1 - len(ratio) // 4],
-                "off_ratio": statistics.median(off_ratio), "off_low": off_ratio[len(ratio) // 4], "off_high": off_ratio[-1 - len(ratio) // 4],
-                "ms_per_sample": 1000 * spent / max(sampled, 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "site": site,
+                    "sampling": sampling,
+                    "every": every,
+                    "rounds": rounds,
+                    "calls": calls,
+                    "sampled": sampled,
+                    **{f"{name}_s": statistics.median(values) for name, values in times.items()},
+                    "ratio": statistics.median(ratio),
+                    "ratio_low": ratio[len(ratio) // 4],
+                    "ratio_high": ratio[-1 - len(ratio) // 4],
+                    "off_ratio": statistics.median(off_ratio),
+                    "off_low": off_ratio[len(ratio) // 4],
+                    "off_high": off_ratio[-1 - len(ratio) // 4],
+                    "ms_per_sample": 1000 * spent / max(sampled, 1),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -89,7 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
     model = Model(weights, TritonKernels() if cuda else NativeKernels(), policy("default"))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, weights.shape.vocabulary, (24,), generator=generator).tolist() for _ in range(8)]
-    table = measure(model, prompts, rounds=given.rounds, tokens=given.tokens).assign(tier="live-gpu" if cuda else "cpu-native")
+    table = measure(model, prompts, rounds=given.rounds, tokens=given.tokens).assign(
+        tier="live-gpu" if cuda else "cpu-native"
+    )
     print(table.to_string(index=False))
     if given.out:
         write_atomically(given.out, lambda path: table.assign(**gpu_columns()).to_csv(path, index=False))

@@ -1,8 +1,9 @@
 """Putting a wrapper where a call is looked up, and taking it away again.
 
-What is replaced is the name that the *caller* reads: ``from a import f`` in module b makes ``b:f`` another name than ``a:f``,
-and only the one that the engine calls is the call site. A target is ``"module:name"``, ``"module:Class.method"``, an
-``(owner, name)`` pair, a mapping and its key, a bound method, a module-level function, or a torch module (its ``forward``).
+What is replaced is the name that the *caller* reads: ``from a import f`` in module b makes ``b:f`` another name than
+``a:f``, and only the one that the engine calls is the call site. A target is ``"module:name"``,
+``"module:Class.method"``, an ``(owner, name)`` pair, a mapping and its key, a bound method, a module-level function,
+or a torch module (its ``forward``).
 """
 
 import functools
@@ -26,7 +27,9 @@ class Target:
         self._raw = _stored(self.owner, self.name)
         self.function = self._callable()
         if inspect.iscoroutinefunction(self.function) or inspect.isgeneratorfunction(self.function):
-            raise BadInput(f"{self.site} is a coroutine or generator: its work happens after the call, so name the plain function it calls.")
+            raise BadInput(
+                f"{self.site} is a coroutine or generator: its work happens after the call, so name the plain function it calls."
+            )
 
     def _callable(self) -> Callable:
         raw = self._raw
@@ -92,7 +95,9 @@ def _resolve(target: Any) -> tuple[Any, str, str]:
         owner, name, site = _from_path(path) if "<locals>" not in path else (None, "", "")
         if owner is not None and getattr(owner, name) is target:
             return owner, name, site
-    raise BadInput(f"{target!r} cannot be wrapped in place: give 'module:function', 'module:Class.method', or (owner, 'name').")
+    raise BadInput(
+        f"{target!r} cannot be wrapped in place: give 'module:function', 'module:Class.method', or (owner, 'name')."
+    )
 
 
 def _from_path(path: str) -> tuple[Any, str, str]:

@@ -1,8 +1,9 @@
-"""A probe at one call site: the engine's call runs as ever; a sample of calls is repeated on copies with one thing varied.
+"""A probe at one call site: the engine's call runs as ever; a sample of calls is repeated on copies with one thing
+varied.
 
-It knows when to sample, how to repeat a call without the engine noticing, and what to record. How rows are cut is `layouts`,
-what is varied `axes`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone with fresh metadata) is
-that of FlashMLA issue 212, extended to all axes and given controls.
+It knows when to sample, how to repeat a call without the engine noticing, and what to record. How rows are cut is
+`layouts`, what is varied `axes`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone
+with fresh metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
 import itertools
@@ -17,7 +18,7 @@ import torch
 
 from ..common import BadInput
 from .axes import AXES, Planner, Replay, other_values
-from .calls import Call, check_names, get_path, signature_of, tensors
+from .calls import Call, check_names, signature_of, tensors
 from .comparing import Difference, ShapeChanged, compare_rows, flipped
 from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
 from .patching import Target
@@ -26,9 +27,20 @@ from .verdicts import verdicts
 
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
-    "site", "batch", "replays", "rows_unmoved", "differ_unmoved", "rows_sensitive", "occurred", "flip_seen", "witness",
-    "elements", "elements_differ", "ulp_histogram", "note",
-]  # fmt: skip
+    "site",
+    "batch",
+    "replays",
+    "rows_unmoved",
+    "differ_unmoved",
+    "rows_sensitive",
+    "occurred",
+    "flip_seen",
+    "witness",
+    "elements",
+    "elements_differ",
+    "ulp_histogram",
+    "note",
+]
 
 
 @dataclass
@@ -51,11 +63,12 @@ class CallSiteProbe:
 
     Args:
         target: the call site; see ``patching``.
-        batch_args: path of each argument that carries the batch -> dimension of the rows, or a layout (``Rows``, ``Flat``,
-            ``Prefix``). Arguments not named are taken to be the same for every batch (weights, caches, options).
-        fresh: path -> function that builds the argument anew for a replay's batch (scheduler metadata, a maximum length). It is
-            called with those of the call's arguments that its parameters name; a single parameter of another name gets them
-            all in a dict. An identical re-run uses a copy of the argument as it was.
+        batch_args: path of each argument that carries the batch -> dimension of the rows, or a layout (``Rows``,
+            ``Flat``, ``Prefix``). Arguments not named are taken to be the same for every batch (weights, caches,
+            options).
+        fresh: path -> function that builds the argument anew for a replay's batch (scheduler metadata, a maximum
+            length). It is called with those of the call's arguments that its parameters name; a single parameter of
+            another name gets them all in a dict. An identical re-run uses a copy of the argument as it was.
         axes: which of ``AXES`` to report. The identical re-run is always made: it is the negative control.
         every: sample call 0, every, 2 * every, ...; None to sample by probability alone.
         rows: "all", a number of rows drawn at random a call, or a list of row numbers.
@@ -67,9 +80,10 @@ class CallSiteProbe:
         lengths: path of the argument in ``batch_args`` that gives each row's size, for the composition axis.
         pad: argument path -> dimension to widen with zeros on the padding axis, instead of adding rows.
         whole: arguments that replays are given as they are, uncopied: large, and only read.
-        state: what else the call may change, to be put back: tensors, torch modules (their buffers), containers of tensors.
-        witness: function of the call's arguments, after the call, to a plain value that says which path was taken (a split
-            count). Its change on a replay is the proof that the condition under test occurred.
+        state: what else the call may change, to be put back: tensors, torch modules (their buffers), containers of
+            tensors.
+        witness: function of the call's arguments, after the call, to a plain value that says which path was taken (a
+            split count). Its change on a replay is the proof that the condition under test occurred.
         checks: input checks, run on each sampled call; see ``checks``.
         log: a ``ProbeLog``, or the path of one to write.
         spread: make one of ``axes`` (and the re-run) a sampled call, in turn, instead of all: a cheaper sample.
@@ -138,9 +152,19 @@ class CallSiteProbe:
             raise BadInput(f"axes {unknown or 'empty'}: give some of {', '.join(AXES)}.")
         if not self.batch_args:
             raise BadInput("batch_args is empty: name at least one argument that carries the batch, such as {'q': 0}.")
-        for what, paths in (("batch_args", self.batch_args), ("fresh", self.fresh), ("pad", self.pad), ("whole", dict.fromkeys(self.whole))):
+        for what, paths in (
+            ("batch_args", self.batch_args),
+            ("fresh", self.fresh),
+            ("pad", self.pad),
+            ("whole", dict.fromkeys(self.whole)),
+        ):
             check_names(what, paths, self._signature, self.site)
-        for name, value in (("every", self.every), ("max_calls", self.max_calls), ("max_seconds", self.max_seconds), ("controls_every", self.controls_every)):
+        for name, value in (
+            ("every", self.every),
+            ("max_calls", self.max_calls),
+            ("max_seconds", self.max_seconds),
+            ("controls_every", self.controls_every),
+        ):
             if value is not None and value <= 0:
                 raise BadInput(f"{name} = {value}: give a positive number.")
         if not 0 <= self.probability <= 1:
@@ -151,7 +175,9 @@ class CallSiteProbe:
             raise BadInput(f"rows = {self.rows!r}: give 'all', a positive number of rows, or a list of row numbers.")
         both = set(self.batch_args) & set(self.fresh)
         if both:
-            raise BadInput(f"{', '.join(sorted(both))} is named in batch_args and in fresh: it is either cut or built anew.")
+            raise BadInput(
+                f"{', '.join(sorted(both))} is named in batch_args and in fresh: it is either cut or built anew."
+            )
         if self.lengths is not None and self.lengths not in self.batch_args:
             raise BadInput(f"lengths names {self.lengths!r}, which batch_args does not.")
 
@@ -235,7 +261,15 @@ class CallSiteProbe:
             self.seconds += time.perf_counter() - started
         return result
 
-    def _study(self, function: Callable, number: int, snapshot: Snapshot, result: Any, random_state: RandomState, kept: KeptState) -> None:
+    def _study(
+        self,
+        function: Callable,
+        number: int,
+        snapshot: Snapshot,
+        result: Any,
+        random_state: RandomState,
+        kept: KeptState,
+    ) -> None:
         changed = snapshot.note_changes()
 
         def again(call: Call) -> Any:
@@ -260,9 +294,16 @@ class CallSiteProbe:
         records = []
         for axis in ("rerun", *axes):
             record = self._axis(again, sample, planner, axis)
-            records.append({
-                **record, "call": number, "site": self.site, "batch": sample.count, "rows_sensitive": sensitive, "flip_seen": flip_seen,
-            })  # fmt: skip
+            records.append(
+                {
+                    **record,
+                    "call": number,
+                    "site": self.site,
+                    "batch": sample.count,
+                    "rows_sensitive": sensitive,
+                    "flip_seen": flip_seen,
+                }
+            )
         self._keep(records)
         for check in self.checks:
             self._run_check(check, again, sample, number, repeatable=not records[0]["rows_differ"])
@@ -272,7 +313,11 @@ class CallSiteProbe:
         layouts = {path: layout for path, layout in self.batch_args.items() if call.has(path)}
         if not layouts:
             raise CannotSlice(f"none of batch_args ({', '.join(self.batch_args)}) was given in this call")
-        offsets = {path: call.get(path).tolist() for path, layout in layouts.items() if isinstance(layout, Prefix) and isinstance(call.get(path), torch.Tensor)}
+        offsets = {
+            path: call.get(path).tolist()
+            for path, layout in layouts.items()
+            if isinstance(layout, Prefix) and isinstance(call.get(path), torch.Tensor)
+        }
         counts = {}
         for path, layout in layouts.items():
             try:
@@ -315,7 +360,12 @@ class CallSiteProbe:
         return found
 
     def _result_layouts(
-        self, results: Mapping[str, torch.Tensor], call: Call, layouts: Mapping[str, Layout], offsets: Mapping, count: int
+        self,
+        results: Mapping[str, torch.Tensor],
+        call: Call,
+        layouts: Mapping[str, Layout],
+        offsets: Mapping,
+        count: int,
     ) -> dict[str, Layout | None]:
         found = {}
         for label, t in results.items():
@@ -341,7 +391,9 @@ class CallSiteProbe:
         if len(fitting) == 1:
             return Rows(fitting[0])
         where = f"output {path!r}" if path else "the output"
-        raise CannotSlice(f"{where} of shape {tuple(t.shape)} has {'several dimensions' if fitting else 'no dimension'} of {count} rows: say in `outputs` which it is, or None to leave it out")
+        raise CannotSlice(
+            f"{where} of shape {tuple(t.shape)} has {'several dimensions' if fitting else 'no dimension'} of {count} rows: say in `outputs` which it is, or None to leave it out"
+        )
 
     def _row_sizes(self, sample: _Sample) -> list[int] | None:
         if self.lengths is not None and self.lengths in sample.layouts:
@@ -368,20 +420,33 @@ class CallSiteProbe:
                 notes.append(str(error))
                 continue
             except Exception as error:  # the kernel may not take such a batch; that must not reach the engine
-                notes.append(f"the replay raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                notes.append(
+                    f"the replay raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
                 continue
             total, done, occurred = total + difference, done + 1, occurred + really
             if witness is not None:
                 witnesses.append(witness)
         return {
-            "axis": axis, "rows_checked": total.rows, "rows_differ": total.rows_differ, "max_ulp": total.max_ulp,
-            "max_row_scaled_ulp": total.max_row_scaled_ulp, "replays": done, "rows_unmoved": total.rows_unmoved,
-            "differ_unmoved": total.differ_unmoved, "occurred": occurred, "witness": any(witnesses) if witnesses else None,
-            "elements": total.elements, "elements_differ": total.elements_differ, "ulp_histogram": total.histogram,
+            "axis": axis,
+            "rows_checked": total.rows,
+            "rows_differ": total.rows_differ,
+            "max_ulp": total.max_ulp,
+            "max_row_scaled_ulp": total.max_row_scaled_ulp,
+            "replays": done,
+            "rows_unmoved": total.rows_unmoved,
+            "differ_unmoved": total.differ_unmoved,
+            "occurred": occurred,
+            "witness": any(witnesses) if witnesses else None,
+            "elements": total.elements,
+            "elements_differ": total.elements_differ,
+            "ulp_histogram": total.histogram,
             "note": "; ".join(dict.fromkeys(notes)),
-        }  # fmt: skip
+        }
 
-    def _replay(self, again: Callable, sample: _Sample, replay: Replay, axis: str) -> tuple[Difference, bool, bool | None]:
+    def _replay(
+        self, again: Callable, sample: _Sample, replay: Replay, axis: str
+    ) -> tuple[Difference, bool, bool | None]:
         call, offsets, really = self._build(sample, replay, axis)
         result = again(call)
         results = self._results(result, call, sample.changed)
@@ -396,7 +461,12 @@ class CallSiteProbe:
             if label not in results:
                 raise ShapeChanged(f"the replay gave no {label}")
             before.append(layout.parts(t, replay.rows, sample.offsets))
-            after.append([_cropped(new, old) if replay.widened else new for old, new in zip(before[-1], layout.parts(results[label], replay.watched, offsets))])
+            after.append(
+                [
+                    _cropped(new, old) if replay.widened else new
+                    for old, new in zip(before[-1], layout.parts(results[label], replay.watched, offsets))
+                ]
+            )
         witness = None
         if self.witness is not None:
             witness = self.witness(call.flat()) != self.witness(sample.snapshot.real.flat())
@@ -428,7 +498,9 @@ class CallSiteProbe:
         return call.replace(fresh), offsets, really
 
     def _overwrite(self, path: str, layout: Layout, new: Any, replay: Replay, offsets: Mapping) -> bool:
-        """Write other values over the rows whose contents are to change, zeros over padding; whether any bit changed."""
+        """Write other values over the rows whose contents are to change, zeros over padding; whether any bit
+        changed.
+        """
         if not isinstance(new, torch.Tensor) or isinstance(layout, Prefix) or not new.numel():
             return False
         if isinstance(layout, Rows) and new.stride(layout.dim) == 0 and new.shape[layout.dim] > 1:
@@ -467,7 +539,10 @@ class CallSiteProbe:
             call = change(sample.snapshot.fresh_call())
             results = self._results(again(call), call, sample.changed)
             labels = [label for label, layout in sample.result_layouts.items() if layout is not None]
-            parts = [[sample.result_layouts[k].parts(r[k], range(sample.count), sample.offsets) for k in labels] for r in (sample.results, results)]
+            parts = [
+                [sample.result_layouts[k].parts(r[k], range(sample.count), sample.offsets) for k in labels]
+                for r in (sample.results, results)
+            ]
             return compare_rows(*parts, [False] * sample.count)
 
         record = run_check(check, CheckContext(sample.before, number, sample.count, repeatable, replay))
@@ -485,10 +560,25 @@ class CallSiteProbe:
 
     def _record_refused(self, number: int, reason: str) -> None:
         empty = {
-            "call": number, "site": self.site, "rows_checked": 0, "rows_differ": 0, "max_ulp": 0, "max_row_scaled_ulp": 0.0, "batch": 0,
-            "replays": 0, "rows_unmoved": 0, "differ_unmoved": 0, "rows_sensitive": 0, "occurred": 0, "flip_seen": None, "witness": None,
-            "elements": 0, "elements_differ": 0, "ulp_histogram": Difference().histogram, "note": reason,
-        }  # fmt: skip
+            "call": number,
+            "site": self.site,
+            "rows_checked": 0,
+            "rows_differ": 0,
+            "max_ulp": 0,
+            "max_row_scaled_ulp": 0.0,
+            "batch": 0,
+            "replays": 0,
+            "rows_unmoved": 0,
+            "differ_unmoved": 0,
+            "rows_sensitive": 0,
+            "occurred": 0,
+            "flip_seen": None,
+            "witness": None,
+            "elements": 0,
+            "elements_differ": 0,
+            "ulp_histogram": Difference().histogram,
+            "note": reason,
+        }
         self._keep([{**empty, "axis": axis} for axis in dict.fromkeys(("rerun", *self.axes))])
 
     def records(self) -> pd.DataFrame:
@@ -535,9 +625,16 @@ def _make(maker: Callable, arguments: Mapping[str, Any]) -> Any:
     needed = list(signature.parameters.values()) if signature is not None else []
     if any(p.kind is p.VAR_KEYWORD for p in needed):
         return maker(**arguments)
-    if len(needed) == 1 and needed[0].name not in arguments and needed[0].default is needed[0].empty and needed[0].kind is not needed[0].VAR_POSITIONAL:
+    if (
+        len(needed) == 1
+        and needed[0].name not in arguments
+        and needed[0].default is needed[0].empty
+        and needed[0].kind is not needed[0].VAR_POSITIONAL
+    ):
         return maker(dict(arguments))
-    return maker(**{p.name: arguments[p.name] for p in needed if p.name in arguments and p.kind is not p.VAR_POSITIONAL})
+    return maker(
+        **{p.name: arguments[p.name] for p in needed if p.name in arguments and p.kind is not p.VAR_POSITIONAL}
+    )
 
 
 def _flip_is_seen(sample: _Sample) -> bool:
@@ -553,7 +650,10 @@ def _flip_is_seen(sample: _Sample) -> bool:
         planted = list(rows)
         planted[filled[0]] = flipped(rows[filled[0]])
         still = [False] * len(rows)
-        if compare_rows([rows], [rows], still).rows_differ != 0 or compare_rows([rows], [planted], still).rows_differ != 1:
+        if (
+            compare_rows([rows], [rows], still).rows_differ != 0
+            or compare_rows([rows], [planted], still).rows_differ != 1
+        ):
             return False
     return True
 

@@ -1,8 +1,8 @@
 """Recorded audits: the JSON files that ``batch-variance audit --json`` writes, as tables under ``data/recorded``.
 
-``python -m batch_variance.hooks.record FILE...`` adds each file's run; a run of the same model, dtype, device and batch replaces
-its own rows. Four tables: ``audit.csv`` (a row a kind of operation), ``audit_axes.csv``, ``audit_sizes.csv`` (bit class by batch
-size) and ``audit_tokens.csv``.
+``python -m batch_variance.hooks.record FILE...`` adds each file's run; a run of the same model, dtype, device and
+batch replaces its own rows. Four tables: ``audit.csv`` (a row a kind of operation), ``audit_axes.csv``,
+``audit_sizes.csv`` (bit class by batch size) and ``audit_tokens.csv``.
 """
 
 import json
@@ -26,14 +26,24 @@ def tables(report: dict) -> dict[str, pd.DataFrame]:
         found, packages = report["provenance"], report["provenance"]["packages"]
         run = {name: report[name] for name in RUN}
         shared = {
-            "rows_watched": report["rows_watched"], "negative_control": report["controls"]["negative_control"],
-            "positive_control": report["controls"]["positive_control"], "gpu": found["gpu"], "driver": found["driver"],
-            "processor": found["processor"], "threads": found["threads"], "torch": packages["torch"], "transformers": packages["transformers"],
-            "triton": packages["triton"], "commit": found["commit"], "date": found["date"][:10],
-        }  # fmt: skip
+            "rows_watched": report["rows_watched"],
+            "negative_control": report["controls"]["negative_control"],
+            "positive_control": report["controls"]["positive_control"],
+            "gpu": found["gpu"],
+            "driver": found["driver"],
+            "processor": found["processor"],
+            "threads": found["threads"],
+            "torch": packages["torch"],
+            "transformers": packages["transformers"],
+            "triton": packages["triton"],
+            "commit": found["commit"],
+            "date": found["date"][:10],
+        }
         return {name: pd.DataFrame(report[key]).assign(**run, **shared) for name, key in TABLES.items()}
     except (KeyError, TypeError) as error:
-        raise BadInput(f"this is no audit's JSON (it lacks {error}): give files written by `batch-variance audit --json`.") from None
+        raise BadInput(
+            f"this is no audit's JSON (it lacks {error}): give files written by `batch-variance audit --json`."
+        ) from None
 
 
 def add(report: dict, folder: Path | None = None) -> None:
@@ -48,7 +58,9 @@ def add(report: dict, folder: Path | None = None) -> None:
 
 
 def recorded(name: str) -> pd.DataFrame:
-    """One of the tables, or an empty frame where none is recorded. ``tier`` is recorded-gpu for a GPU's rows, else cpu-native."""
+    """One of the tables, or an empty frame where none is recorded. ``tier`` is recorded-gpu for a GPU's rows, else
+    cpu-native.
+    """
     path = data_path("recorded", f"{name}.csv")
     if not path.exists():
         return pd.DataFrame(columns=[*RUN, "tier"])

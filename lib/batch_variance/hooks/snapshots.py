@@ -1,7 +1,9 @@
 """Private copies of what a call was given and of the state it could change, so that it can be repeated exactly.
 
-Arguments that share memory in the real call (q, k and v cut from one buffer, ``out`` that is an input) share it in the copy
-too: what is copied is the span of bytes that they cover, not each tensor. The random state of Python, numpy and torch is kept.
+Arguments that share memory in the real call (q, k and v cut from one buffer, ``out`` that is an input) share it in
+the copy
+too: what is copied is the span of bytes that they cover, not each tensor. The random state of Python, numpy and torch
+is kept.
 """
 
 import random
@@ -32,7 +34,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Snapshot:
-    """Copies of a call's tensor arguments as they were before it ran. ``real`` is the call itself, with the engine's tensors.
+    """Copies of a call's tensor arguments as they were before it ran. ``real`` is the call itself, with the engine's
+    tensors.
 
     ``whole`` names arguments that are passed on as they are: too large to copy, and only read.
     Raises CannotCopy for a tensor without plain memory, or when more than ``max_bytes`` would be copied.
@@ -76,13 +79,19 @@ class Snapshot:
         """The call with private tensors that hold what the real ones held before it ran."""
         copies = {key: _aligned(copy) if key in self._changed else copy for key, (copy, _) in self._copies.items()}
         made = dict(zip((id(t) for _, t in self._live), self._rebuild(copies.__getitem__)))
-        return self._kept.with_values({
-            name: value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
-            for name, value in self._kept.values.items()
-        })  # fmt: skip
+        return self._kept.with_values(
+            {
+                name: value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
+                for name, value in self._kept.values.items()
+            }
+        )
 
     def _rebuild(self, storage: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        return [_view(t, storage(key), self._copies[key][1]) for _, t in self._live for key in [t.untyped_storage().data_ptr() or id(t)]]
+        return [
+            _view(t, storage(key), self._copies[key][1])
+            for _, t in self._live
+            for key in [t.untyped_storage().data_ptr() or id(t)]
+        ]
 
 
 def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
@@ -96,7 +105,9 @@ def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
 
 def _bytes(t: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """A copy of these bytes of the tensor's memory, as uint8, at an aligned address."""
-    return _aligned(torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), low, (high - low,), (1,)))
+    return _aligned(
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), low, (high - low,), (1,))
+    )
 
 
 def _aligned(source: torch.Tensor) -> torch.Tensor:
@@ -114,7 +125,9 @@ class RandomState:
 
     def __init__(self):
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        self._cuda = (
+            torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        )
 
     def restore(self) -> None:
         random.setstate(self._python)

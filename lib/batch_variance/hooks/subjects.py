@@ -1,8 +1,8 @@
 """What an audit runs: a model on chosen rows, phase by phase, so that the same row can be had alone and in any batch.
 
-Rows are numbered over twice the batch: the first half are the rows themselves, the second half stand in for them where only a
-row's batchmates are to have other contents. All rows are padded alike in every run, alone too, with the attention mask and the
-position ids given explicitly: padding is then never what differs.
+Rows are numbered over twice the batch: the first half are the rows themselves, the second half stand in for them
+where only a row's batchmates are to have other contents. All rows are padded alike in every run, alone too, with the
+attention mask and the position ids given explicitly: padding is then never what differs.
 """
 
 import contextlib
@@ -42,7 +42,9 @@ class ModuleSubject:
     def __init__(self, module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]):
         rows = {len(t) for t in inputs.values()}
         if len(rows) != 1 or next(iter(rows)) % 2 or next(iter(rows)) < 4:
-            raise BadInput(f"inputs have {sorted(rows)} rows: all need one even number, four at least, whose second half stand in for batchmates.")
+            raise BadInput(
+                f"inputs have {sorted(rows)} rows: all need one even number, four at least, whose second half stand in for batchmates."
+            )
         self.module, self.inputs, self.count = module.eval(), dict(inputs), rows.pop() // 2
 
     def run(self, rows: Sequence[int], phase: Callable[[str], None]) -> None:
@@ -104,12 +106,26 @@ class _Steps:
 
     @torch.no_grad()
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        given = dict(input_ids=ids, attention_mask=self._mask, position_ids=positions, past_key_values=self._cache, use_cache=True)
+        given = dict(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
         self.logits = self._model(**given, logits_to_keep=1).logits[:, -1]
 
 
-def causal_subject(folder: str, batch: int, prompts: Sequence[str] = PROMPTS, dtype: str = "float32", device: str = "cpu", decode_steps: int = 1) -> CausalSubject:
-    """Load a transformers folder and pad ``batch`` prompts (numbered repeats where there are fewer) and their stand-ins.
+def causal_subject(
+    folder: str,
+    batch: int,
+    prompts: Sequence[str] = PROMPTS,
+    dtype: str = "float32",
+    device: str = "cpu",
+    decode_steps: int = 1,
+) -> CausalSubject:
+    """Load a transformers folder and pad ``batch`` prompts (numbered repeats where there are fewer) and their
+    stand-ins.
 
     Raises BadInput for a dtype torch lacks, or a model or tokenizer that transformers cannot load.
     """
@@ -123,13 +139,19 @@ def causal_subject(folder: str, batch: int, prompts: Sequence[str] = PROMPTS, dt
         with _no_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(device)
     except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"{folder} cannot be loaded by transformers ({str(error).splitlines()[0]}): give a causal language model's folder or hub id.") from None
-    texts = [prompts[i % len(prompts)] + (f" ({i // len(prompts) + 1})" if i >= len(prompts) else "") for i in range(2 * batch)]
+        raise BadInput(
+            f"{folder} cannot be loaded by transformers ({str(error).splitlines()[0]}): give a causal language model's folder or hub id."
+        ) from None
+    texts = [
+        prompts[i % len(prompts)] + (f" ({i // len(prompts) + 1})" if i >= len(prompts) else "")
+        for i in range(2 * batch)
+    ]
     rows = [_chat(tokenizer, text) for text in texts]
     # The stand-ins take the lengths of those whose place they take: only contents differ.
     rows[batch:] = [_fit(rows[batch + (i + 1) % batch], len(rows[i])) for i in range(batch)]
-    # One column more than the longest row needs: transformers leaves the mask out for a batch without padding, so that a row
-    # would be computed by another path as soon as any batchmate is padded. With a padded column in every row none is.
+    # One column more than the longest row needs: transformers leaves the mask out for a batch without padding, so
+    # that a row would be computed by another path as soon as any batchmate is padded. With a padded column in every
+    # row none is.
     width = max(map(len, rows)) + 1
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
@@ -154,7 +176,9 @@ def _chat(tokenizer, text: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         return tokenizer(text)["input_ids"]
     try:
-        found = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
+        found = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
     except ImportError:  # chat templates need jinja2, which the model itself does not
         return tokenizer(text)["input_ids"]
     return found

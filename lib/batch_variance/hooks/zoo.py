@@ -1,8 +1,10 @@
-"""Toy kernels with one planted fault each: what a probe must find, on that axis and no other, before it is believed elsewhere.
+"""Toy kernels with one planted fault each: what a probe must find, on that axis and no other, before it is believed
+elsewhere.
 
-All compute the same thing: out[i, n] = sum over j < lengths[i] of x[i, j, n], x [B, L, N]. The clean kernel adds in chunks of
-fixed size by explicit multiplications and additions of whole tensors, each of which is exact IEEE arithmetic an element, so its
-bits cannot depend on the batch. A fault changes the chunk size, or lets in something from outside the row.
+All compute the same thing: out[i, n] = sum over j < lengths[i] of x[i, j, n], x [B, L, N]. The clean kernel adds in
+chunks of fixed size by explicit multiplications and additions of whole tensors, each of which is exact IEEE
+arithmetic an element, so its bits cannot depend on the batch. A fault changes the chunk size, or lets in something
+from outside the row.
 """
 
 import itertools
@@ -15,7 +17,9 @@ CHUNK = 16
 
 
 def chunked_sum(x: torch.Tensor, lengths: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Sum of the first ``lengths[i]`` entries along dimension 1: halving trees within chunks, chunks folded left to right."""
+    """Sum of the first ``lengths[i]`` entries along dimension 1: halving trees within chunks, chunks folded left to
+    right.
+    """
     b, size, n = x.shape
     inside = torch.arange(size)[None, :, None] < lengths.view(-1, 1, 1)
     x = torch.where(inside, x, torch.zeros((), dtype=x.dtype))
@@ -87,7 +91,9 @@ def reads_tail(x, lengths):
 
 @dataclass(frozen=True)
 class Planted:
-    """A kernel of the zoo: ``make()`` gives a fresh one; ``axis`` is where its fault lies (None: clean; "tail": an input check)."""
+    """A kernel of the zoo: ``make()`` gives a fresh one; ``axis`` is where its fault lies (None: clean; "tail": an
+    input check).
+    """
 
     name: str
     axis: str | None
@@ -108,7 +114,8 @@ ZOO = (
 
 
 def instance(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random batch: x [B, 64, N] with stale values beyond each length, lengths [B]. B 3 to 8, N 16 or 32, float32 or float64.
+    """A random batch: x [B, 64, N] with stale values beyond each length, lengths [B]. B 3 to 8, N 16 or 32, float32
+    or float64.
 
     Lengths stay clear of multiples of 8, so that every row has a tail within its last group of 8, and of 64.
     """

@@ -1,7 +1,8 @@
 """Notebook 06: what a probe at one call site can say, how far to trust it, and which operation of a model is to blame.
 
-It runs the zoo of planted faults, a live session at one call site of the real model (or reads one from a log), a well-formed and a
-broken input session, and the audit; each returns tidy frames. Drawing is in ``reporting.plots.call_site``.
+It runs the zoo of planted faults, a live session at one call site of the real model (or reads one from a log), a
+well-formed and a broken input session, and the audit; each returns tidy frames. Drawing is in
+``reporting.plots.call_site``.
 """
 
 import types
@@ -12,8 +13,8 @@ import pandas as pd
 import torch
 from pydantic import Field, field_validator
 
-from ..common import BadInput, resolve_device
-from ..engine.checkpoint import DEFAULT_MODEL, hf_folder
+from ..common import BadInput, data_path, resolve_device
+from ..engine.checkpoint import hf_folder
 from ..hooks import AXES, CallSiteProbe, read_log, verdicts
 from ..hooks.adapters import SITES, probe_at
 from ..hooks.checks import LengthsMatch, ScalesPerRow, SelectionsAgree, SlotsStable, TailUnread, summarise
@@ -56,7 +57,8 @@ class Parameters(StudyParameters):
         return value
 
 
-# -- how far to trust the probe --------------------------------------------------------------------------------------------
+# -- how far to trust the probe
+# --------------------------------------------------------------------------------------------
 
 
 def zoo(p: Parameters) -> pd.DataFrame:
@@ -69,15 +71,30 @@ def zoo(p: Parameters) -> pd.DataFrame:
         generator = torch.Generator().manual_seed(p.seed)
         for number in range(p.zoo_instances):
             for axis, verdict in examine(planted, number, generator).items():
-                rows.append({"kernel": planted.name, "planted": planted.axis or "none", "axis": axis, "verdict": verdict})
-    return pd.DataFrame(rows).groupby(["kernel", "planted", "axis", "verdict"], sort=False).size().rename("instances").reset_index()
+                rows.append(
+                    {"kernel": planted.name, "planted": planted.axis or "none", "axis": axis, "verdict": verdict}
+                )
+    return (
+        pd.DataFrame(rows)
+        .groupby(["kernel", "planted", "axis", "verdict"], sort=False)
+        .size()
+        .rename("instances")
+        .reset_index()
+    )
 
 
 def examine(planted: Planted, seed: int, generator: torch.Generator) -> dict[str, str]:
     """One instance of a toy kernel: the verdict of each axis, and of the tail check (``variant`` where it fails)."""
     engine = types.SimpleNamespace(kernel=planted.make())
     with CallSiteProbe(
-        (engine, "kernel"), {"x": 0, "lengths": 0}, axes=AXES, lengths="lengths", pad={"x": 1}, rows=1, seed=seed, checks=[TailUnread("x", "lengths")]
+        (engine, "kernel"),
+        {"x": 0, "lengths": 0},
+        axes=AXES,
+        lengths="lengths",
+        pad={"x": 1},
+        rows=1,
+        seed=seed,
+        checks=[TailUnread("x", "lengths")],
     ) as probe:
         engine.kernel(*instance(generator))
     tail = probe.well_formed()["verdict"][0]
@@ -90,7 +107,10 @@ def zoo_score(frame: pd.DataFrame) -> pd.DataFrame:
     own = variant[variant["axis"].eq(variant["planted"])].groupby("kernel")["instances"].sum()
     other = variant[variant["axis"].ne(variant["planted"])].groupby("kernel")["instances"].sum()
     table = frame[frame["axis"].eq("rerun")].groupby(["kernel", "planted"], sort=False)["instances"].sum().reset_index()
-    return table.assign(found=table["kernel"].map(own).fillna(0).astype(int), found_elsewhere=table["kernel"].map(other).fillna(0).astype(int))
+    return table.assign(
+        found=table["kernel"].map(own).fillna(0).astype(int),
+        found_elsewhere=table["kernel"].map(other).fillna(0).astype(int),
+    )
 
 
 def clean_session(p: Parameters) -> dict:
@@ -102,12 +122,26 @@ def clean_session(p: Parameters) -> dict:
             engine.kernel(*instance(generator))
     frame = probe.frame()
     return {
-        "calls": probe.sampled, "rows": int(frame["rows_checked"].sum()), "differ": int(frame["rows_differ"].sum()),
-        "verdicts": probe.verdict(), "ms_per_call": 1000 * probe.seconds / probe.sampled,
-    }  # fmt: skip
+        "calls": probe.sampled,
+        "rows": int(frame["rows_checked"].sum()),
+        "differ": int(frame["rows_differ"].sum()),
+        "verdicts": probe.verdict(),
+        "ms_per_call": 1000 * probe.seconds / probe.sampled,
+    }
 
 
-# -- one call site of the real model ---------------------------------------------------------------------------------------
+def recorded_zoo() -> pd.DataFrame:
+    """The recorded zoo: session, kernel, axis, instances, found, found elsewhere, date; clean calls are the last
+    row.
+    """
+    table = pd.read_csv(data_path("recorded", "probe_zoo.csv"), keep_default_na=False)
+    return table[["session", "kernel", "axis", "instances", "found", "found_elsewhere", "date"]].rename(
+        columns={"found_elsewhere": "found elsewhere"}
+    )
+
+
+# -- one call site of the real model
+# ---------------------------------------------------------------------------------------
 
 
 def session(p: Parameters, path: str | Path) -> pd.DataFrame:
@@ -119,9 +153,21 @@ def session(p: Parameters, path: str | Path) -> pd.DataFrame:
         return read_log(p.log)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subject = causal_subject(str(hf_folder(p.model)), p.batch, PROMPTS, _dtype(p), str(resolve_device(p.device)), p.decode_steps)
+        subject = causal_subject(
+            str(hf_folder(p.model)), p.batch, PROMPTS, _dtype(p), str(resolve_device(p.device)), p.decode_steps
+        )
         calls = _calls(subject, p)
-        with torch.no_grad(), probe_at(p.site, axes=AXES, every=max(calls // p.site_calls, 1), max_calls=p.site_calls, log=path, rows=p.rows_watched) as probe:
+        with (
+            torch.no_grad(),
+            probe_at(
+                p.site,
+                axes=AXES,
+                every=max(calls // p.site_calls, 1),
+                max_calls=p.site_calls,
+                log=path,
+                rows=p.rows_watched,
+            ) as probe,
+        ):
             subject.greedy(range(p.batch), 1 + max(p.decode_steps, 1))
     if not probe.sampled:
         raise BadInput(f"no call at {p.site} was sampled ({'; '.join(probe.refusals) or 'it was never called'}).")
@@ -139,22 +185,35 @@ def session_verdicts(log: pd.DataFrame) -> pd.DataFrame:
     """Verdict per site and axis, from a log."""
     rows = log[log["kind"].eq("axis")]
     axes = tuple(axis for axis in AXES if axis in set(rows["axis"]))
-    return pd.concat([verdicts(part, axes).assign(site=site) for site, part in rows.groupby("site", sort=False)], ignore_index=True)
+    return pd.concat(
+        [verdicts(part, axes).assign(site=site) for site, part in rows.groupby("site", sort=False)], ignore_index=True
+    )
 
 
 def ulp_distribution(log: pd.DataFrame) -> pd.DataFrame:
-    """ULP distances of the elements that differ: site, axis, ulp_from (lower end of a power-of-two bucket), elements, share."""
+    """ULP distances of the elements that differ: site, axis, ulp_from (lower end of a power-of-two bucket), elements,
+    share.
+    """
     rows = []
     for (site, axis), part in log[log["kind"].eq("axis")].groupby(["site", "axis"], sort=False):
         counts = sum(torch.tensor(list(h)) for h in part["ulp_histogram"])
         total = int(part["elements"].sum())
         for bucket in counts.nonzero().flatten().tolist():
             lower = 0 if bucket == 0 else 2 ** (bucket - 1)
-            rows.append({"site": site, "axis": axis, "ulp_from": lower, "elements": int(counts[bucket]), "share": int(counts[bucket]) / max(total, 1)})
+            rows.append(
+                {
+                    "site": site,
+                    "axis": axis,
+                    "ulp_from": lower,
+                    "elements": int(counts[bucket]),
+                    "share": int(counts[bucket]) / max(total, 1),
+                }
+            )
     return pd.DataFrame(rows, columns=["site", "axis", "ulp_from", "elements", "share"])
 
 
-# -- are the inputs well formed? -------------------------------------------------------------------------------------------
+# -- are the inputs well formed?
+# -------------------------------------------------------------------------------------------
 
 FAULTS = ("none", "a selection", "a cache slot", "a length", "a tail read", "a batch-wide scale")
 
@@ -178,8 +237,15 @@ def _decode_session(fault: str, calls: int, seed: int) -> pd.DataFrame:
         return (q[:, None] * scale + kept).sum(1)
 
     engine = types.SimpleNamespace(sparse_decode=sparse_decode)
-    checks = [SelectionsAgree("indices", "positions"), SlotsStable("cache", "indices"), LengthsMatch("lengths", "indices"), ScalesPerRow("scale", "q")]
-    with CallSiteProbe((engine, "sparse_decode"), {"q": 0, "indices": 0, "lengths": 0, "positions": 0}, axes=("rerun",), checks=checks) as probe:
+    checks = [
+        SelectionsAgree("indices", "positions"),
+        SlotsStable("cache", "indices"),
+        LengthsMatch("lengths", "indices"),
+        ScalesPerRow("scale", "q"),
+    ]
+    with CallSiteProbe(
+        (engine, "sparse_decode"), {"q": 0, "indices": 0, "lengths": 0, "positions": 0}, axes=("rerun",), checks=checks
+    ) as probe:
         for call in range(calls):
             q = torch.randn(4, 16, generator=generator)
             lengths = torch.tensor([3, 5, 3, 8])
@@ -203,12 +269,15 @@ def _tail_session(fault: str, seed: int) -> pd.DataFrame:
     """The tail check needs padded values, which the zoo's kernels have."""
     name = "tail read" if fault == "a tail read" else "clean"
     engine = types.SimpleNamespace(kernel=next(planted for planted in ZOO if planted.name == name).make())
-    with CallSiteProbe((engine, "kernel"), {"x": 0, "lengths": 0}, axes=("rerun",), checks=[TailUnread("x", "lengths")]) as probe:
+    with CallSiteProbe(
+        (engine, "kernel"), {"x": 0, "lengths": 0}, axes=("rerun",), checks=[TailUnread("x", "lengths")]
+    ) as probe:
         engine.kernel(*instance(torch.Generator().manual_seed(seed)))
     return probe.well_formed()
 
 
-# -- which operation brings the difference in ------------------------------------------------------------------------------
+# -- which operation brings the difference in
+# ------------------------------------------------------------------------------
 
 
 def audit(p: Parameters) -> dict:
@@ -222,41 +291,75 @@ def _dtype(p: Parameters) -> str:
 
 def varying(operations: pd.DataFrame) -> pd.DataFrame:
     """The kinds of operation that give a row other bits in the batch than alone."""
-    columns = ["phase", "module", "op", "calls", "solo", "introduces", "propagates", "max_ulp_in", "max_ulp_out", "max_row_scaled_ulp_out"]
+    columns = [
+        "phase",
+        "module",
+        "op",
+        "calls",
+        "solo",
+        "introduces",
+        "propagates",
+        "max_ulp_in",
+        "max_ulp_out",
+        "max_row_scaled_ulp_out",
+    ]
     return operations.loc[operations["solo"].gt(0), columns].reset_index(drop=True)
 
 
 def size_map(sizes: pd.DataFrame) -> pd.DataFrame:
-    """Bit class by operation and batch size, of the operations with more than one class; index: phase, module and op in words."""
+    """Bit class by operation and batch size, of the operations with more than one class; index: phase, module and op
+    in words.
+    """
     kinds = changes(sizes)
     chosen = sizes.merge(kinds.loc[kinds["classes"].gt(1), ["phase", "module", "op"]], on=["phase", "module", "op"])
-    name = chosen["phase"] + " · " + chosen["module"].str.replace("model.layers.*.", "", regex=False) + " · " + chosen["op"]
+    name = (
+        chosen["phase"]
+        + " · "
+        + chosen["module"].str.replace("model.layers.*.", "", regex=False)
+        + " · "
+        + chosen["op"]
+    )
     return chosen.assign(operation=name).pivot_table(index="operation", columns="size", values="bit_class", sort=False)
 
 
 def recorded_summary() -> pd.DataFrame:
-    """The recorded audits: tier, dtype, gpu or processor, batch, operations that vary alone, kinds that introduce, tokens."""
+    """The recorded audits: tier, dtype, gpu or processor, batch, operations that vary alone, kinds that introduce,
+    tokens.
+    """
     axes, operations, tokens = (recorded(name) for name in ("audit_axes", "audit", "audit_tokens"))
     rows = []
-    for (tier, model, dtype, device, batch), part in axes.groupby(["tier", "model", "dtype", "device", "batch"], sort=False):
-        here = lambda table: table[(table[["model", "dtype", "device"]] == [model, dtype, device]).all(axis=1) & table["batch"].eq(batch)]  # noqa: E731
+    for (tier, model, dtype, device, batch), part in axes.groupby(
+        ["tier", "model", "dtype", "device", "batch"], sort=False
+    ):
+        here = lambda table: table[
+            (table[["model", "dtype", "device"]] == [model, dtype, device]).all(axis=1) & table["batch"].eq(batch)
+        ]  # noqa: E731
         found, told = here(operations), here(tokens)
         by_axis = part.set_index("axis")["vary"]
-        rows.append({
-            "tier": tier, "device": part["gpu"].iloc[0] if device == "cuda" else part["processor"].iloc[0].split(",")[0], "dtype": dtype, "batch": batch,
-            **{f"{axis} varies": by_axis.get(axis) for axis in ("rerun", "contents", "position", "solo")},
-            "kinds that introduce": ", ".join(dict.fromkeys(found.loc[found["introduces"].gt(0), "op"])) or "none",
-            "rows whose logits differ": int(told["logits_differ"].sum()), "rows whose tokens differ": int(told["first_difference"].ge(0).sum()), "rows": len(told),
-            "note": "; ".join(note for note in found["note"].dropna().unique() if "axes" in note),
-        })  # fmt: skip
+        rows.append(
+            {
+                "tier": tier,
+                "device": part["gpu"].iloc[0] if device == "cuda" else part["processor"].iloc[0].split(",")[0],
+                "dtype": dtype,
+                "batch": batch,
+                **{f"{axis} varies": by_axis.get(axis) for axis in ("rerun", "contents", "position", "solo")},
+                "kinds that introduce": ", ".join(dict.fromkeys(found.loc[found["introduces"].gt(0), "op"])) or "none",
+                "rows whose logits differ": int(told["logits_differ"].sum()),
+                "rows whose tokens differ": int(told["first_difference"].ge(0).sum()),
+                "rows": len(told),
+                "note": "; ".join(note for note in found["note"].dropna().unique() if "axes" in note),
+            }
+        )
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["tier", "kinds that introduce"])
 
 
-def attention_by_threads(lengths: tuple[int, ...] = (46, 47, 48, 64), rows: int = 8, threads: tuple[int, ...] = (1, 2)) -> pd.DataFrame:
+def attention_by_threads(
+    lengths: tuple[int, ...] = (46, 47, 48, 64), rows: int = 8, threads: tuple[int, ...] = (1, 2)
+) -> pd.DataFrame:
     """Does a row's place in the batch change its bits in torch's CPU attention, and does one thread end it?
 
-    The batch holds one row ``rows`` times, one query each (a decode step), float32, 9 heads of 64. Columns: threads, length,
-    classes (different results among the equal rows).
+    The batch holds one row ``rows`` times, one query each (a decode step), float32, 9 heads of 64. Columns: threads,
+    length, classes (different results among the equal rows).
     """
     before = torch.get_num_threads()
     table = []
@@ -265,9 +368,14 @@ def attention_by_threads(lengths: tuple[int, ...] = (46, 47, 48, 64), rows: int 
             torch.set_num_threads(count)
             for length in lengths:
                 generator = torch.Generator().manual_seed(length)
-                q, k, v = (torch.randn(1, 9, n, 64, generator=generator).expand(rows, 9, n, 64).contiguous() for n in (1, length, length))
+                q, k, v = (
+                    torch.randn(1, 9, n, 64, generator=generator).expand(rows, 9, n, 64).contiguous()
+                    for n in (1, length, length)
+                )
                 out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-                table.append({"threads": count, "length": length, "classes": len({row.numpy().tobytes() for row in out})})
+                table.append(
+                    {"threads": count, "length": length, "classes": len({row.numpy().tobytes() for row in out})}
+                )
     finally:
         torch.set_num_threads(before)
     return pd.DataFrame(table)

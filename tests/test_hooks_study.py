@@ -1,0 +1,144 @@
+"""Notebook 06's study: its parameters are checked, its tables are tidy, its figures draw, and the shipped recording
+is whole.
+"""
+
+import ast
+
+import matplotlib.pyplot as plt
+import nbformat
+import pandas as pd
+import pytest
+import torch
+
+from batch_variance.common import BadInput
+from batch_variance.common.data import repository
+from batch_variance.hooks import AXES, ProbeLog
+from batch_variance.reporting.plots import call_site as plots
+from batch_variance.studies import call_site as study
+
+
+def notebook_parameters() -> dict:
+    notebook = nbformat.read(repository() / "notebooks" / "06_call_site.ipynb", as_version=4)
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    return {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(cell.source).body}
+
+
+def parameters(**changes):
+    return study.Parameters.checked({**notebook_parameters(), **changes})
+
+
+def test_the_notebook_has_exactly_the_studys_parameters():
+    assert set(notebook_parameters()) == set(study.Parameters.model_fields)
+    assert parameters().batch == 8
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"batch": 1}, "batch"),
+        ({"site": "vllm.prefill"}, "no known call site"),
+        ({"log": "absent.parquet"}, "no such file"),
+        ({"zoo_instances": 0}, "zoo_instances"),
+    ],
+)
+def test_wrong_parameters_are_named(changes, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        parameters(**changes)
+
+
+def test_the_zoos_tables_and_figure():
+    p = parameters(zoo_instances=2, clean_calls=5)
+    zoo = study.zoo(p)
+    assert zoo.groupby(["kernel", "axis"])["instances"].sum().eq(2).all() and set(zoo["axis"]) == {*AXES, "tail"}
+    score = study.zoo_score(zoo).set_index("kernel")
+    assert (
+        (score.drop("clean")["found"] == 2).all()
+        and (score["found_elsewhere"] == 0).all()
+        and score.loc["clean", "found"] == 0
+    )
+    clean = study.clean_session(p)
+    assert clean["calls"] == 5 and clean["differ"] == 0 and clean["rows"] > 5 * len(AXES)
+    figure = plots.zoo_matrix(zoo)
+    assert len(figure.axes[0].texts) == len(score) * (len(AXES) + 1)
+    plt.close(figure)
+
+
+def test_each_planted_input_fault_fails_its_own_check_and_no_other():
+    forms = study.well_formed()
+    assert set(forms.loc[forms["planted"].eq("none"), "verdict"]) == {"ok"}
+    for fault in study.FAULTS[1:]:
+        part = forms[forms["planted"].eq(fault) & forms["verdict"].eq("fails")]
+        assert len(part) == 1, (fault, part)
+
+
+def test_a_session_from_a_log(tmp_path):
+    path = tmp_path / "session.parquet"
+    log = ProbeLog(path)
+    record = {
+        "kind": "axis",
+        "site": "a:f",
+        "batch": 4,
+        "rows_checked": 4,
+        "rows_unmoved": 4,
+        "differ_unmoved": 0,
+        "rows_sensitive": 4,
+        "elements": 40,
+        "occurred": 1,
+        "flip_seen": True,
+        "note": "",
+        "max_ulp": 0,
+        "ulp_histogram": [0] * 65,
+    }
+    differing = {
+        **record,
+        "rows_differ": 3,
+        "differ_unmoved": 3,
+        "elements_differ": 5,
+        "ulp_histogram": [0, 2, 3] + [0] * 62,
+    }
+    for call in range(2):
+        log.append(
+            [
+                {**record, "axis": "rerun", "rows_differ": 0, "elements_differ": 0, "call": call},
+                {**differing, "axis": "solo", "call": call},
+            ]
+        )
+    log.flush()
+    frame = study.session(parameters(log=str(path)), tmp_path / "unused.parquet")
+    found = study.session_verdicts(frame).set_index("axis")["verdict"].to_dict()
+    assert found == {"rerun": "invariant", "solo": "variant"}
+    distribution = study.ulp_distribution(frame)
+    assert distribution[["axis", "ulp_from", "elements"]].values.tolist() == [["solo", 1, 4], ["solo", 2, 6]]
+    for figure in (
+        plots.verdict_matrix(study.session_verdicts(frame)),
+        plots.ulp_distribution(distribution),
+        plots.ulp_distribution(distribution.iloc[:0]),
+    ):
+        plt.close(figure)
+
+
+def test_the_size_map_keeps_operations_that_change():
+    sizes = pd.DataFrame(
+        {"phase": "decode", "module": ["a", "a", "b", "b"], "op": "mm", "size": [1, 2, 1, 2], "bit_class": [0, 1, 0, 0]}
+    )
+    table = study.size_map(sizes)
+    assert table.index.tolist() == ["decode · a · mm"] and table.loc["decode · a · mm"].tolist() == [0, 1]
+    for shown in (table, table.iloc[:0]):
+        plt.close(plots.size_map(shown))
+
+
+def test_the_recorded_zoo_is_whole():
+    table = study.recorded_zoo()
+    planted = table[table["session"].eq("planted")]
+    assert (
+        len(planted) == 8 and (planted["instances"] >= 200).all() and (planted["found"] == planted["instances"]).all()
+    )
+    assert (table["found elsewhere"] == 0).all() and table["instances"].iloc[-1] >= 10_000
+
+
+def test_equal_rows_by_thread_count_leave_the_thread_count_as_it_was():
+    before = torch.get_num_threads()
+    table = study.attention_by_threads(lengths=(47, 64))
+    assert torch.get_num_threads() == before
+    assert len(table) == 4 and table["classes"].between(1, 8).all()
+    plt.close(plots.threads(table))
