@@ -487,17 +487,19 @@ class Audit:
             ]
         )
 
-    def sizes(self, sizes: Sequence[int] = SIZES, samples: int = 3) -> pd.DataFrame:
+    def sizes(self, sizes: Sequence[int] = SIZES, values: int = 20_000) -> pd.DataFrame:
         """At which batch sizes an operation changes its bits, for each kind that computes floating values.
 
-        The first ``samples`` calls of each kind are run with the watched rows' inputs as they were alone, batchmates
-        being repeats of them. Returns rows (phase, module, op, size, bit_class); sizes of one class gave the rows the
-        same bits, and size 1 is class 0.
+        As many calls of each kind are run as it takes to look at ``values`` numbers of a watched row, three at least
+        (where a kernel differs it may be in one value of 10,000), each watched row leading a batch of repeats of them
+        all with the inputs it had alone. Returns rows (phase, module, op, size, bit_class); sizes of one class gave
+        the rows the same bits, and size 1 is class 0.
         """
         chosen: dict[tuple, list[Seen]] = defaultdict(list)
         for seen, record in zip(self.seen, self.records):
             kind = (seen.phase, without_layer(seen.module), _short(seen.op))
-            if record.carries and seen.outputs[0][0].dtype.is_floating_point and len(chosen[kind]) < samples:
+            enough = max(3, values // max(seen.outputs[0][0].numel(), 1))
+            if record.carries and seen.outputs[0][0].dtype.is_floating_point and len(chosen[kind]) < enough:
                 chosen[kind].append(seen)
         rows = []
         with torch.no_grad():
@@ -512,30 +514,27 @@ class Audit:
         known: list[list[torch.Tensor]] = []
         for size in sizes:
             try:
-                outputs = [t for seen in calls for t in self._at_size(seen, size)]
-            except (
-                RuntimeError,
-                Unaligned,
-            ):  # sizes spelled out in the arguments, or too large for the memory: no statement
-                continue
+                outputs = [t for seen in calls for row in self.watched for t in self._at_size(seen, row, size)]
+            except (RuntimeError, Unaligned):
+                continue  # sizes spelled out in the arguments, or too large for the memory: no statement
             found = next((k for k, old in enumerate(known) if all(same_bits(a, b) for a, b in zip(old, outputs))), None)
             if found is None:
                 known.append(outputs)
                 found = len(known) - 1
             yield size, found
 
-    def _at_size(self, seen: Seen, size: int) -> list[torch.Tensor]:
-        """Outputs of row 0 with the operation run at a batch size."""
+    def _at_size(self, seen: Seen, row: int, size: int) -> list[torch.Tensor]:
+        """A watched row's outputs with the operation run at a batch size, the row first."""
         leaves = []
-        for k, leaf in enumerate(seen.leaves[0]):
+        for k, leaf in enumerate(seen.leaves[row]):
             if seen.dims[k] is not None:
-                leaf = _joined([seen.leaves[p % len(self.watched)][k] for p in range(size)], seen.dims[k])
+                leaf = _joined([seen.leaves[(row + p) % len(self.watched)][k] for p in range(size)], seen.dims[k])
             elif isinstance(leaf, torch.Tensor) and seen.function._schema.is_mutable:
                 leaf = _copy(leaf)
             leaves.append(leaf)
         return [
             part_of(t, alone, 0, size).clone()
-            for t, alone in zip(_outputs(seen.function, leaves, seen.spec), seen.outputs[0])
+            for t, alone in zip(_outputs(seen.function, leaves, seen.spec), seen.outputs[row])
         ]
 
 
