@@ -125,6 +125,8 @@ SITES: dict[str, Site] = {
             "cu_seqlens_q": Prefix(),
             "seqused_k": 0,
             "block_table": 0,
+            "k_descale": 0,
+            "v_descale": 0,
         },
         {
             "fresh": {"max_seqlen_q": _longest("cu_seqlens_q"), "max_seqlen_k": _longest("seqused_k")},
