@@ -137,7 +137,7 @@ def test_the_engine_on_a_gpu(tiny_folder, rule):
     prompts = [list(range(3, 3 + n)) for n in (5, 17, 33, 40)]
 
     def run(concurrency):
-        config = EngineConfig(max_requests=8, max_length=128, ignore_eos=True, split_rule=rule, num_sm_parts=12, split_block=8)
+        config = EngineConfig(max_requests=8, max_length=128, ignore_eos=True, split_rule=rule, num_sm_parts=12, split_block=16)
         found = serve(model, prompts, Load(concurrency, 8, 6, seed=1), config)
         return {(r.prompt, tuple(r.output), tuple(r.margins)) for r in found.requests}
 

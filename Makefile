@@ -1,0 +1,51 @@
+# `make report` and `make test` do all the set-up they need; nothing but Python 3.11 or newer, make and git is assumed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= report
+# OpenMP's idle threads would spin, which is ruinous where anything else wants the same cores.
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help setup pins report report-full test lab figures browser clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
+
+# environment.yml holds the one list of pins; conda reads it whole, pip gets these lines of it.
+pins: ## print the exact pins that setup installs
+	@sed -nE 's/^ +- ([A-Za-z0-9_.-]+==[^ ]+)$$/\1/p' environment.yml
+
+$(BIN)/.ready: environment.yml pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(MAKE) --no-print-directory -s pins > $(VENV)/pins.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -r $(VENV)/pins.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+setup: $(BIN)/.ready ## make the environment in .venv
+
+report: setup ## the quick report, into report/index.html
+	$(BIN)/batch-variance report --quick --out $(OUT)
+
+report-full: setup ## the full report
+	$(BIN)/batch-variance report --out $(OUT)
+
+# The page tests drive a real browser; on Debian and Ubuntu it is installed here where it is missing and that is allowed.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+		|| { echo "the page tests need Chromium: install the package chromium, then run make test again" >&2; exit 1; }
+
+test: setup browser ## all tests
+	$(BIN)/python -m pytest
+
+lab: setup ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab notebooks
+
+figures: setup ## rebuild the committed figures from recorded data and a quick report
+	$(BIN)/batch-variance report --quick --out $(OUT) && cp $(OUT)/figures/*.png figures/
+
+clean: ## remove the environment and the report
+	rm -rf $(VENV) $(OUT)
