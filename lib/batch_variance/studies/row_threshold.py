@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from tqdm.auto import tqdm
 
 from ..common import BadInput, Rate, data_path, resolve_device, write_atomically
@@ -41,8 +41,8 @@ class Parameters(StudyParameters):
 
     model: str
     ffn: Literal["moe", "dense"]
-    experts: int
-    top_k: int
+    experts: int = Field(ge=2)
+    top_k: int = Field(ge=1)
     expert_split: Literal[SPLITS]
     threshold: int
     policies: list[str]
@@ -52,7 +52,7 @@ class Parameters(StudyParameters):
     native_tokens: int = Field(ge=1)
     perplexity_tokens: int = Field(ge=2)
     prompts: str
-    seed: int
+    seed: int = Field(ge=0)
     device: str
     record: str
 
@@ -69,13 +69,15 @@ class Parameters(StudyParameters):
             policy(name)
         if not {"default", "force-gemv"} <= set(value):
             raise ValueError("default and force-gemv must both be among them: each is the other's control.")
+        if len(set(value)) < len(value):
+            raise ValueError("a policy is named twice: name each once.")
         return value
 
     @field_validator("concurrencies")
     @classmethod
     def _concurrencies(cls, value: list[int]) -> list[int]:
-        if 1 not in value or min(value) < 1 or len(set(value)) < len(value):
-            raise ValueError("give different whole numbers from 1, with 1 (the solo reference) among them.")
+        if 1 not in value or min(value) < 1 or len(set(value)) < len(value) or len(value) < 2:
+            raise ValueError("give different whole numbers from 1: 1 (the solo reference) and at least one above it.")
         return value
 
     @field_validator("device")
@@ -90,14 +92,24 @@ class Parameters(StudyParameters):
         read_prompts(value)
         return value
 
+    @model_validator(mode="after")
+    def _experts_used(self) -> Self:
+        if self.ffn == "moe" and self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
+        return self
+
 
 def read_prompts(path: str) -> list[str]:
-    """A JSON list of texts; "" is the shipped one. Raises BadInput when the file is missing, empty or something else."""
+    """A JSON list of texts; "" is the shipped one. Raises BadInput when the file is missing or something else."""
     file = Path(path) if path else data_path("prompts.json")
-    if not file.is_file():
-        raise BadInput(f"there is no file {file}: give a JSON list of prompts, or '' for the shipped ones.")
     try:
-        found = json.loads(file.read_text())
+        text = file.read_bytes()
+    except FileNotFoundError:
+        raise BadInput(f"there is no file {file}: give a JSON list of prompts, or '' for the shipped ones.") from None
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror}): give a JSON list, or '' for the shipped one.") from None
+    try:
+        found = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise BadInput(f"{file} is not JSON: give a list of strings.") from None
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text.strip() for text in found):
@@ -177,7 +189,8 @@ def native_texts(setup: Setup) -> pd.DataFrame:
     for dtype, onednn in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
         weights = load_weights(setup.folder, torch.device("cpu"), dtype=dtype)
         model = Model(weights, NativeKernels(), policy("default"))
-        with torch.backends.mkldnn.flags(enabled=onednn):
+        # allow_tf32 is Intel GPUs' and warns without one; None leaves it alone.
+        with torch.backends.mkldnn.flags(enabled=onednn, allow_tf32=None):
             run = partial(_native_run, model, setup)
             alone, together, again = run(1), run(len(setup.prompts)), run(len(setup.prompts))
         for one, many, repeat in zip(alone, together, again):
@@ -228,8 +241,8 @@ def first_divergence(a: list[int], b: list[int]) -> int:
 def base_operations(setup: Setup) -> pd.DataFrame:
     """The negative control: rows alone against rows among others, for every operation under the policies.
 
-    Its positive control, the last row, is a matmul with a planted fault: its last row's sum starts at another end when
-    more than one row is present. Returns operation, shape, rows compared, rows that differ, planted.
+    Its positive control, the last row, is a matmul with a planted fault: it cuts K in two when more than one row is
+    present. Returns operation, shape, rows compared, rows that differ, planted.
     """
     shape, kernels = setup.weights.shape, setup.kernels
     layer = setup.weights.layers[0]
@@ -287,7 +300,7 @@ def quality(setup: Setup) -> pd.DataFrame:
     text = python_docs(setup.tokenizer, 20_000, setup.p.perplexity_tokens)
     models = {"dense, " + str(setup.dense.embedding.dtype).removeprefix("torch."): Model(setup.dense, setup.kernels, policy("default"))}
     models[setup.weights.label] = setup.model("force-gemv")
-    return pd.DataFrame([{"model": name, "perplexity": perplexity(model, text), "tokens": len(text)} for name, model in models.items()])
+    return pd.DataFrame([{"weights": name, "perplexity": perplexity(model, text), "tokens": len(text)} for name, model in models.items()])
 
 
 # --- Serving under each policy ----------------------------------------------------------------------------------------
