@@ -3,13 +3,16 @@
 It knows how a run can end; what becomes of the executed notebook, ``reporting.results`` knows.
 """
 
+import asyncio
 import logging
 import os
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError
+from nbclient.util import run_sync
 from nbformat.v4 import new_output
 from papermill import execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
@@ -27,16 +31,18 @@ from papermill.execute import remove_error_markers
 
 ENGINE = "batch-variance"
 KERNEL = "python3"
+INTERRUPTED = "interrupted"
+GRACE_SECONDS = 1.0  # for a kernel to end its cell after an interrupt, so that its last outputs and traceback are kept
 
 
 @dataclass
 class Outcome:
     """How a notebook's run ended."""
 
-    status: str  # "ok", "failed" or "timeout"
+    status: str  # "ok", "failed", "timeout" or "interrupted"
     seconds: float
     message: str  # one line saying what went wrong; empty if nothing did
-    notebook: nbformat.NotebookNode | None  # executed as far as it came; None if its kernel never started
+    notebook: nbformat.NotebookNode | None  # executed as far as it came; None if there is nothing to show
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -52,7 +58,7 @@ class ThisInterpreter(AsyncKernelManager):
 
 
 class Client(PapermillNotebookClient):
-    """papermill's client, which does not wait for a kernel that is in the middle of a cell to end itself."""
+    """papermill's client, which hands an interrupt on to the kernel, and then does not wait long for it to end."""
 
     def papermill_execute_cells(self):
         try:
@@ -61,12 +67,65 @@ class Client(PapermillNotebookClient):
             self.shutdown_kernel = "immediate"
             raise
 
+    async def _async_run_cell(self, cell, index):
+        others = asyncio.all_tasks()
+        running = asyncio.ensure_future(self.async_execute_cell(cell, index))
+        with _interrupts_noted(asyncio.get_running_loop()) as (interrupt, came):
+            await asyncio.wait({running, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        if not came:
+            return await running
+        if not running.done():
+            await self.km.interrupt_kernel()
+            await asyncio.wait({running}, timeout=GRACE_SECONDS)  # a second interrupt ends this wait at once
+        tasks = asyncio.all_tasks() - others  # nbclient's of this cell, of which it does not cancel all by itself
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(running, *tasks, return_exceptions=True)
+        raise KeyboardInterrupt
+
+    _run_cell = run_sync(_async_run_cell)
+
+    def execute_cell(self, cell, cell_index):
+        try:
+            return self._run_cell(cell, cell_index)
+        except BaseException:
+            # Otherwise papermill notes "completed" in the metadata of all cells that never began.
+            self.nb_man.cell_exception(cell, cell_index=cell_index)
+            raise
+
+
+@contextmanager
+def _interrupts_noted(loop: asyncio.AbstractEventLoop):
+    """Instead of raising KeyboardInterrupt wherever the loop happens to be, complete a future and fill a list.
+
+    Only for signals that raise it now: those of a report in the main thread.
+    """
+    interrupt, came = loop.create_future(), []
+
+    def note(*_):
+        came.append(True)
+        loop.call_soon_threadsafe(lambda: interrupt.done() or interrupt.set_result(None))
+
+    main = threading.current_thread() is threading.main_thread()
+    raising = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if main and signal.getsignal(number) is signal.default_int_handler
+    ]
+    for number in raising:
+        signal.signal(number, note)
+    try:
+        yield interrupt, came
+    finally:
+        for number in raising:
+            signal.signal(number, signal.default_int_handler)
+
 
 class Engine(NBClientEngine):
     """papermill's engine, which also hands out the notebook as far as it came and ends the kernel whatever happens."""
 
     @classmethod
-    def execute_managed_notebook(cls, nb_man, kernel_name, *, deadline, kept, start_timeout=60, **_):
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, deadline, kept, environment, start_timeout=60, **_):
         kept["notebook"] = nb_man.nb
         client = Client(
             nb_man,
@@ -79,7 +138,8 @@ class Engine(NBClientEngine):
         manager = client.create_kernel_manager()
         with tempfile.TemporaryFile() as complaints:
             try:
-                client.execute(stderr=complaints)  # the kernel's own; what cells write to stderr arrives as output
+                # The kernel's own stderr; what cells write to theirs arrives as output.
+                client.execute(stderr=complaints, env=environment)
             except RuntimeError as error:
                 complaints.seek(0)
                 kept["complaint"] = (
@@ -99,8 +159,8 @@ logging.getLogger("batch_variance.notebooks").setLevel(logging.CRITICAL)
 def run_notebook(path: Path, parameters: dict[str, Any], limit: float, progress: dict | bool = False) -> Outcome:
     """Execute a notebook in its own folder, with ``parameters`` injected, for at most ``limit`` seconds in all.
 
-    ``progress`` is papermill's progress_bar. An error in a cell, a dead kernel or the time limit end in the Outcome;
-    KeyboardInterrupt passes through once the kernel is gone.
+    ``progress`` is papermill's progress_bar. An error in a cell, a dead kernel, the time limit and KeyboardInterrupt
+    all end in the Outcome, once the kernel is gone.
     """
     started = time.monotonic()
     kept: dict[str, Any] = {}
@@ -109,6 +169,7 @@ def run_notebook(path: Path, parameters: dict[str, Any], limit: float, progress:
         execute_notebook(
             path.resolve(), None, parameters, engine_name=ENGINE, kernel_name=KERNEL, language="python",
             cwd=path.resolve().parent, progress_bar=progress, deadline=started + limit, kept=kept,
+            environment=kernel_environment(),
         )  # fmt: skip
     except PapermillExecutionError as error:
         status, message = "failed", f"{error.ename}: {first_line(error.evalue)}" if error.evalue else error.ename
@@ -118,11 +179,23 @@ def run_notebook(path: Path, parameters: dict[str, Any], limit: float, progress:
     except (RuntimeError, TimeoutError) as error:  # the kernel did not start, or died under a cell (DeadKernelError)
         status, message = "failed", kept.get("complaint") or f"{type(error).__name__}: {first_line(error)}"
         _mark_last_cell(kept.get("notebook"), *message.split(": ", 1))
+    except KeyboardInterrupt:
+        status, message = INTERRUPTED, _where_interrupted(kept)
     notebook = kept.get("notebook")
     if notebook is not None:
         remove_error_markers(notebook)
         notebook.metadata.get("papermill", {}).update(input_path=path.name, output_path=path.name)
     return Outcome(status, time.monotonic() - started, message, notebook)
+
+
+def kernel_environment() -> dict[str, str]:
+    """This process's environment for a kernel that starts in another folder: no relative entry in PYTHONPATH."""
+    environment = dict(os.environ)
+    if environment.get("PYTHONPATH"):
+        # An empty entry is the current folder, for Python and for abspath.
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in entries)
+    return environment
 
 
 def first_line(text: Any) -> str:
@@ -139,10 +212,27 @@ def last_line(text: bytes) -> str:
 
 def _mark_last_cell(notebook: nbformat.NotebookNode | None, name: str, message: str) -> None:
     """Put an error under the cell that ran last, where a cell's own error would stand."""
-    begun = [cell for cell in getattr(notebook, "cells", []) if cell.metadata.get("papermill", {}).get("start_time")]
-    code = [cell for cell in begun if cell.cell_type == "code"]
+    code = _code_cells(notebook, begun=True)
     if code:
         code[-1].outputs.append(new_output("error", ename=name, evalue=message, traceback=[f"{name}: {message}"]))
+
+
+def _where_interrupted(kept: dict[str, Any]) -> str:
+    """Say in which cell, and see that an error stands under it; a notebook that had not begun is not kept."""
+    code = _code_cells(kept.get("notebook"), begun=True)
+    if not code:
+        kept.pop("notebook", None)
+        return "interrupted before its first cell"
+    cells = len(_code_cells(kept["notebook"]))
+    message = f"interrupted in code cell {len(code)} of {cells}: {first_line(code[-1].source)}"
+    if not any(output.output_type == "error" for output in code[-1].outputs):  # the kernel did not obey in time
+        _mark_last_cell(kept["notebook"], "Interrupted", f"the notebook was {message}")
+    return message
+
+
+def _code_cells(notebook: nbformat.NotebookNode | None, begun: bool = False) -> list[nbformat.NotebookNode]:
+    cells = [cell for cell in getattr(notebook, "cells", []) if cell.cell_type == "code"]
+    return [cell for cell in cells if not begun or cell.metadata.get("papermill", {}).get("start_time")]
 
 
 def _end(manager: AsyncKernelManager) -> None:

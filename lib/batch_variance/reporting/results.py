@@ -15,7 +15,7 @@ from .execution import Outcome
 from .figures import METADATA
 from .parameters import Plan
 
-NOT_RUN, INTERRUPTED = "not run", "interrupted"
+NOT_RUN = "not run"
 THUMBNAIL_WIDTH = 480  # pixels: twice the width it is shown at
 
 

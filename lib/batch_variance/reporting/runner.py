@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from ..common import BadInput, environment
 from ..common.data import repository, write_atomically, write_text
-from .execution import run_notebook
+from .execution import INTERRUPTED, run_notebook
 from .html import index_page, notebook_page
 from .parameters import make_plans
-from .results import INTERRUPTED, Entry, remove_stale_figures, summary
+from .results import NOT_RUN, Entry, remove_stale_figures, summary
 
 FAILED, INTERRUPT = 1, 130  # exit statuses; 2 is BadInput's
 
@@ -46,7 +46,8 @@ def run_report(
         notebooks_folder: where the notebooks are; the checkout's by default.
 
     Returns 0; 1 if a notebook failed or ran out of time or a check's verdict is ``fail``; 130 after Ctrl-C, when
-    the kernel is gone, finished notebooks keep their pages, and the rest are marked in summary and index.
+    the kernel is gone, every notebook that had begun has its page, as far as it came, and summary and index say
+    which were interrupted or not run.
     Raises BadInput, before anything runs, for what cannot be used; and later if ``out`` can no longer be written.
     """
     folder = Path(notebooks_folder) if notebooks_folder is not None else repository() / "notebooks"
@@ -61,7 +62,7 @@ def run_report(
             for place, entry in enumerate(entries, 1):
                 report.run(entry, f"{place}/{len(entries)}")
         except KeyboardInterrupt:
-            with _undisturbed():
+            with _interrupts_held():
                 report.interrupted()
             return INTERRUPT
         except OSError as error:  # a full disk, outside write_atomically
@@ -82,29 +83,29 @@ class Report:
         provenance["parameters"] = {entry.name: entry.plan.values for entry in entries}
 
     def run(self, entry: Entry, place: str) -> None:
-        """Execute one notebook and write its files, then the index and the summary."""
+        """Execute one notebook and write its files, then the index and the summary.
+
+        Raises KeyboardInterrupt after an interrupt, and only once all that is written.
+        """
         self.current = entry
-        began = time.monotonic()
         bar = {"desc": f"{place} {entry.name}", "leave": False, "disable": not sys.stderr.isatty(), "file": sys.stderr}
-        try:
-            outcome = run_notebook(entry.plan.path, entry.plan.injected, entry.plan.time_limit_seconds, bar)
-        except KeyboardInterrupt:
-            entry.seconds = round(time.monotonic() - began, 2)
-            raise
-        try:
-            entry.finish(outcome)
-        except BadInput as error:  # the notebook ran, but its checks cannot be told apart
-            entry.status, entry.message = "failed", str(error)
-        self._write_files(entry)
-        self.current = None
-        self.write()
-        tqdm.write(f"{place}  {entry.name}  {entry.status}  {entry.seconds:.1f} s  {entry.message}".rstrip())
+        outcome = run_notebook(entry.plan.path, entry.plan.injected, entry.plan.time_limit_seconds, bar)
+        with _interrupts_held() as came:
+            try:
+                entry.finish(outcome)
+            except BadInput as error:  # the notebook ran, but its checks cannot be told apart
+                entry.status, entry.message = "failed", str(error)
+            self._write_files(entry)
+            self.write()
+            tqdm.write(f"{place}  {entry.name}  {entry.status}  {entry.seconds:.1f} s  {entry.message}".rstrip())
+        if came or outcome.status == INTERRUPTED:
+            raise KeyboardInterrupt
 
     def interrupted(self) -> None:
-        if self.current is not None:
-            self.current.status, self.current.notebook = INTERRUPTED, None
+        if self.current is not None and self.current.status == NOT_RUN:
+            self.current.status = INTERRUPTED
         self.write()
-        tqdm.write(f"interrupted: what had finished is in {self.out / 'index.html'}")
+        tqdm.write(f"interrupted: what there is so far is in {self.out / 'index.html'}")
 
     def write(self) -> None:
         """Write summary.json and index.html as things stand."""
@@ -120,6 +121,8 @@ class Report:
         tqdm.write(f"checks: {counts}; {self.provenance['seconds']:.0f} s\n{self.out / 'index.html'}")
 
     def _write_files(self, entry: Entry) -> None:
+        if entry.notebook is None and entry.status == INTERRUPTED:
+            return  # before its first cell: an earlier report's page stays, as those of notebooks not run do
         if entry.notebook is None:
             for name in entry.file_names:  # an earlier report's page would pass for this run's
                 (self.out / name).unlink(missing_ok=True)
@@ -165,14 +168,18 @@ def _terminated_as_interrupted():
 
 
 @contextmanager
-def _undisturbed():
-    """A second Ctrl-C does not stop the last writing."""
+def _interrupts_held():
+    """Ctrl-C and SIGTERM interrupt nothing meanwhile; a list says whether one came."""
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
