@@ -179,6 +179,13 @@ def recorded_tables(ffn: str) -> dict[str, pd.DataFrame] | None:
     return None if any(frame.empty for frame in found.values()) else found
 
 
+def recorded_sentence(found: dict[str, dict[str, pd.DataFrame]]) -> str:
+    """Which GPU runs are shown, or that none is."""
+    if not found:
+        return "No GPU run of this study is recorded: run it with `--device cuda -p record=data/recorded` to add one."
+    return "Recorded: " + "; ".join(f"{ffn} ({tables['variants'].label.iloc[0]})" for ffn, tables in found.items()) + "."
+
+
 def recorded_verdicts(ffn: str, tables: dict[str, pd.DataFrame]) -> list[dict]:
     control = tables["control"]
     invariant = bool((control[~control.planted]["rows that differ"] == 0).all())
@@ -203,7 +210,8 @@ def conclusion(setup: Setup, variants: pd.DataFrame, parts: pd.DataFrame, agreem
     whole, rounded = _apart(agreement, "default"), _apart(agreement, "round-activations")
     lines.append(
         f"- **The issue names activation precision. It is half of it.** Rounding the activations of the GEMV takes the paths' distance from "
-        f"{whole:.1e} to {rounded:.1e}; the rest is the tensor scale multiplied into the weights before they are rounded to bfloat16.")
+        f"{whole:.1e} to {rounded:.1e}; the rest is the tensor scale multiplied into the weights before they are rounded to bfloat16 "
+        "(an assumption about gllm's unpacking, which the issue does not describe).")
     lines.append(
         "- **Same tree, same bits.** Even with every operand rounded alike, the two kernels add in different orders and a share of values keeps "
         "other bits. Agreement on precision makes flips rare, only one order of additions makes them impossible.")

@@ -48,7 +48,7 @@ def _weight_tile(codes, scales, n, k_half, N, K, tensor_scale, FOLD: tl.constexp
     return tl.interleave(low, high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one compilation for every row count
 def _gemv(x, codes, scales, tensor_scale_ptr, y, M, N, K,
           ROUND_X: tl.constexpr, ROUND_W: tl.constexpr, FOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
@@ -69,7 +69,7 @@ def _gemv(x, codes, scales, tensor_scale_ptr, y, M, N, K,
     tl.store(y + row * N + n, total, mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one compilation for every row count
 def _gemm(x, codes, scales, tensor_scale_ptr, y, M, N, K,
           ROUND_X: tl.constexpr, ROUND_W: tl.constexpr, FOLD: tl.constexpr, OPERAND: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):

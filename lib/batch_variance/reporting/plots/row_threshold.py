@@ -27,8 +27,8 @@ def native_conditions(summary: pd.DataFrame) -> Figure:
     return fig
 
 
-def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, policy: str = "default") -> Figure:
-    """matmuls: `Results.matmuls`. How many rows the FFNs of a policy ran on, by concurrency and origin of the rows."""
+def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, label: str = "", policy: str = "default") -> Figure:
+    """label names the model. matmuls: `Results.matmuls`. How many rows the FFNs of a policy ran on, by concurrency and origin of the rows."""
     part = matmuls[matmuls.policy == policy]
     levels = sorted(part.concurrency.unique())
     fig, axes = plt.subplots(len(levels), 1, figsize=(7.2, 1.5 * len(levels) + 0.9), sharex=True, squeeze=False)
@@ -49,12 +49,13 @@ def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, policy: str = "default")
     axes[0, 0].annotate("GEMM above", (threshold + 1.5, 0.86), xycoords=("data", "axes fraction"), ha="left", fontsize=9)
     axes[-1, 0].set_xlabel("rows of the matmul")
     handles, labels = axes[-1, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3)
+    fig.legend(handles, labels, loc="outside upper center", ncols=3)
+    axes[0, 0].set_title(f"{label}\nconcurrency {levels[0]}" if label else f"concurrency {levels[0]}", fontsize=10)
     return fig
 
 
-def variants_by_policy(table: pd.DataFrame) -> Figure:
-    """table: `studies.row_threshold.variants`. Share of requests whose text differs from the same prompt alone."""
+def variants_by_policy(table: pd.DataFrame, label: str = "") -> Figure:
+    """label names the model. table: `studies.row_threshold.variants`. Share of requests whose text differs from the same prompt alone."""
     levels = sorted(table.concurrency.unique())
     names = [name for name in _POLICY_ORDER if name in set(table.policy)]
     fig, axes = plt.subplots(1, len(levels), figsize=(7.2, 0.42 * len(names) + 1.5), sharey=True, sharex=True, squeeze=False)
@@ -71,11 +72,12 @@ def variants_by_policy(table: pd.DataFrame) -> Figure:
         ax.set_yticks(np.arange(len(names))[::-1], names)
     fig.supxlabel("share of requests whose text differs from the prompt served alone", fontsize=11)
     axes[0, 0].legend(loc="lower right")
+    fig.suptitle(label, fontsize=10)
     return fig
 
 
-def decomposition(frame: pd.DataFrame) -> Figure:
-    """frame: `studies.row_threshold.decompose`. Each difference alone on, alone off: distance to the GEMV's output."""
+def decomposition(frame: pd.DataFrame, label: str = "") -> Figure:
+    """label names the model. frame: `studies.row_threshold.decompose`. Each difference alone on, alone off: distance to the GEMV's output."""
     steps = list(dict.fromkeys(frame.step))
     fig, ax = plt.subplots(figsize=(7.2, 0.36 * len(steps) + 1.1))
     place = np.arange(len(steps))[::-1]
@@ -90,4 +92,5 @@ def decomposition(frame: pd.DataFrame) -> Figure:
     ax.set_xscale("log")
     ax.set(yticks=place, yticklabels=steps, xlabel="size of the difference to the GEMV's output, relative to the output; one point a layer",
            xlim=(floor / 2, 1e-2))
+    fig.suptitle(label, fontsize=10)
     return fig
