@@ -39,8 +39,8 @@ def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, label: str = "", policy:
             "decode rows only": cell.decode_rows == cell.rows, "prefill rows only": cell.decode_rows == 0,
             "decode and prefill rows together": (cell.decode_rows > 0) & (cell.decode_rows < cell.rows),
         }
-        ax.hist([cell.rows[m] for m in kinds.values()], bins=edges, weights=[cell.ffns[m] for m in kinds.values()], stacked=True,
-                label=list(kinds), color=["C0", "C1", "C2"])
+        ax.hist([cell.rows[m] for m in kinds.values()], bins=edges, weights=[cell.ffns[m] for m in kinds.values()],
+                label=list(kinds), color=["C0", "C1", "C2"], histtype="step", linewidth=1.8)
         ax.axvline(threshold + 0.5, color="#333333", linestyle="--", linewidth=1.2)
         ax.set_yscale("log")
         ax.set_ylabel("FFNs run")
