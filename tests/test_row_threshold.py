@@ -226,7 +226,7 @@ def request_rows(policy, concurrency, run, prompts, kinds, divergences, tokens):
     return [
         {
             "policy": policy, "concurrency": concurrency, "run": run, "request": i, "prompt": p, "variant": k,
-            "first_divergence": d, "co_resident_rows": 2.0 + i, "smallest_margin": 0.5, "tokens": t, "run_seconds": 1.0,
+            "first_divergence": d, "co_resident_rows": 2.0 + i, "smallest_margin": 0.5, "tokens": t,
         }
         for i, (p, k, d, t) in enumerate(zip(prompts, kinds, divergences, tokens))
     ]  # fmt: skip
@@ -531,7 +531,7 @@ def test_the_kernel_follows_the_row_count(served):
 
 def test_runs_differ_in_their_trace_and_repeat_exactly(setup, served):
     again = study.serve_policies(setup)
-    first, second = (results.requests.drop(columns="run_seconds") for results in (served, again))
+    first, second = (results.requests for results in (served, again))
     pd.testing.assert_frame_equal(first, second)
     pd.testing.assert_frame_equal(again.matmuls, served.matmuls)
 

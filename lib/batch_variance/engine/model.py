@@ -5,6 +5,7 @@ which each row uses the top k; either may be quantized to NVFP4. Attention and e
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Callable
 
 import torch
@@ -209,16 +210,26 @@ class Model:
 
     def _ffn(self, x: torch.Tensor, ffn: FFN | Experts, layer: int, rows: StepRows) -> torch.Tensor:
         if isinstance(ffn, FFN):
-            return self._run(x, ffn, layer, -1, rows, rows.decode_rows)
+            multiply = self._multiply(ffn, layer, -1, x.shape[0], rows.decode_rows, rows)
+            return multiply(_gated(multiply(x, ffn.gate_up)), ffn.down)
         chosen = self._route(x, ffn)
-        order = chosen.t().nonzero().cpu()  # (expert, row), experts ascending
-        out = torch.zeros_like(x)
-        # Experts add in index order, so a row's sum has one order whatever its neighbours chose.
-        for expert, members in enumerate(order[:, 1].split(order[:, 0].bincount(minlength=len(ffn.ffns)).tolist())):
-            if len(members):
-                decode = int((members < rows.decode_rows).sum())
-                members = members.to(x.device)
-                out[members] += self._run(x[members], ffn.ffns[expert], layer, expert, rows, decode)
+        expert, row = chosen.t().nonzero(as_tuple=True)  # experts ascending, and rows within an expert
+        counts = expert.bincount(minlength=len(ffn.ffns)).tolist()
+        decode = expert[row < rows.decode_rows].bincount(minlength=len(ffn.ffns)).tolist()
+        busy = [e for e, count in enumerate(counts) if count]
+        multiply = {e: self._multiply(ffn.ffns[e], layer, e, counts[e], decode[e], rows) for e in busy}
+
+        def each(values: torch.Tensor, part: str) -> torch.Tensor:
+            pieces = zip(busy, values.split([counts[e] for e in busy]))
+            return torch.cat([multiply[e](piece, getattr(ffn.ffns[e], part)) for e, piece in pieces])
+
+        found = each(_gated(each(x[row], "gate_up")), "down")
+        # A row adds its experts in the order of their numbers, whatever its neighbours chose.
+        by_row = x.new_empty(x.shape[0], ffn.top_k, x.shape[1])
+        by_row[row, (chosen.cumsum(1) - 1)[row, expert]] = found
+        out = by_row[:, 0]
+        for place in range(1, ffn.top_k):
+            out = out + by_row[:, place]
         return out
 
     def _route(self, x: torch.Tensor, ffn: Experts) -> torch.Tensor:
@@ -226,14 +237,14 @@ class Model:
         grouped = _gated(self.kernels.linear(x, ffn.router)).abs().view(x.shape[0], len(ffn.ffns), -1).sum(-1)
         return torch.zeros_like(grouped, dtype=torch.bool).scatter_(1, grouped.topk(ffn.top_k, dim=1).indices, True)
 
-    def _run(self, x: torch.Tensor, ffn: FFN, layer: int, expert: int, rows: StepRows, decode_rows: int) -> torch.Tensor:
+    def _multiply(self, ffn: FFN, layer: int, expert: int, count: int, decode_rows: int, rows: StepRows):
+        """The matmul that an FFN of ``count`` rows takes, recorded in the step's trace."""
         if isinstance(ffn.down, torch.Tensor):
-            multiply, name = self.kernels.linear, "plain"
-        else:
-            arithmetic = self.policy.choose(x.shape[0])
-            multiply, name = (lambda a, weight: self.kernels.nvfp4(a, weight, arithmetic)), arithmetic.name
-        rows.matmuls.append(MatmulRecord(layer, expert, x.shape[0], decode_rows, name))
-        return multiply(_gated(multiply(x, ffn.gate_up)), ffn.down)
+            rows.matmuls.append(MatmulRecord(layer, expert, count, decode_rows, "plain"))
+            return self.kernels.linear
+        arithmetic = self.policy.choose(count)
+        rows.matmuls.append(MatmulRecord(layer, expert, count, decode_rows, arithmetic.name))
+        return partial(self.kernels.nvfp4, arithmetic=arithmetic)
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,9 @@ logging.getLogger("batch_variance.notebooks").setLevel(logging.CRITICAL)
 
 
 def run_notebook(path: Path, parameters: dict[str, Any], limit: float, progress: dict | bool = False) -> Outcome:
-    """Execute a notebook in its own folder, with ``parameters`` injected, for at most ``limit`` seconds in all.
+    """Execute a notebook with ``parameters`` injected, for at most ``limit`` seconds in all.
+
+    The kernel works in the caller's folder, so that a path given as a parameter means what it meant to the caller.
 
     ``progress`` is papermill's progress_bar. An error in a cell, a dead kernel, the time limit and KeyboardInterrupt
     all end in the Outcome, once the kernel is gone.
@@ -168,7 +170,7 @@ def run_notebook(path: Path, parameters: dict[str, Any], limit: float, progress:
     try:
         execute_notebook(
             path.resolve(), None, parameters, engine_name=ENGINE, kernel_name=KERNEL, language="python",
-            cwd=path.resolve().parent, progress_bar=progress, deadline=started + limit, kept=kept,
+            cwd=Path.cwd(), progress_bar=progress, deadline=started + limit, kept=kept,
             environment=kernel_environment(),
         )  # fmt: skip
     except PapermillExecutionError as error:
