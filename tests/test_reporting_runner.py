@@ -466,7 +466,7 @@ def test_an_interrupted_notebook_keeps_what_it_had(folder, tmp_path, number, obe
 def test_an_interrupt_while_a_page_is_written_comes_after_it(folder, tmp_path, monkeypatch):
     from batch_variance.reporting import runner
 
-    real = runner.notebook_page
+    real, handler = runner.notebook_page, signal.getsignal(signal.SIGINT)
 
     def page(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -480,7 +480,7 @@ def test_an_interrupt_while_a_page_is_written_comes_after_it(folder, tmp_path, m
     assert run_report(out=out, notebooks_folder=folder) == 130
     assert statuses(out) == {"01_a": "ok", "02_b": "not run"}
     assert "computed" in (out / "01_a.html").read_text()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_an_interrupt_before_the_first_cell_leaves_an_earlier_page_alone(folder, tmp_path, monkeypatch):
@@ -556,3 +556,10 @@ def test_the_report_runs_outside_the_main_thread(folder, tmp_path):
     write_notebook(folder, "01_a", "1")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run_report, out=tmp_path / "out", notebooks_folder=folder).result() == 0
+
+
+def test_a_path_given_as_a_parameter_is_the_callers(folder, tmp_path, monkeypatch):
+    (tmp_path / "mine.json").write_text("[1]")
+    monkeypatch.chdir(tmp_path)
+    write_notebook(folder, "01_a", "assert open(prompts).read() == '[1]'", parameters="prompts = ''  # a path")
+    assert run_report(out=tmp_path / "out", notebooks_folder=folder, overrides={"prompts": "mine.json"}) == 0
