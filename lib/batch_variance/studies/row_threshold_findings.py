@@ -214,5 +214,5 @@ def conclusion(setup: Setup, variants: pd.DataFrame, parts: pd.DataFrame, agreem
         "(an assumption about gllm's unpacking, which the issue does not describe).")
     lines.append(
         "- **Same tree, same bits.** Even with every operand rounded alike, the two kernels add in different orders and a share of values keeps "
-        "other bits. Agreement on precision makes flips rare, only one order of additions makes them impossible.")
+        "other bits. Agreement on precision shrinks the difference; only one order of additions removes it.")
     return "\n".join(lines)
