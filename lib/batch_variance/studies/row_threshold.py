@@ -7,8 +7,9 @@ row-invariant, so what varies is the policy's doing; `base_operations` is the co
 
 import itertools
 import json
+import multiprocessing
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -321,23 +322,56 @@ def serve_policies(setup: Setup) -> Results:
     """Runs A and B of every (policy, concurrency). Concurrency 1 is the reference each request is compared with."""
     p = setup.p
     cells = list(itertools.product(p.policies, sorted(p.concurrencies), "AB"))
-    loads = [Load(c, _requests(p, len(setup.prompts), c), p.tokens, seed=_seed(p, c, run)) for _, c, run in cells]
-    with tqdm(total=sum(load.requests for load in loads), desc="requests", mininterval=1.0) as bar:
-
-        def run_cell(cell: tuple[str, int, str], load: Load) -> Run:
-            return serve(setup.model(cell[0]), setup.prompts, load, _config(setup, load), lambda _: bar.update())
-
-        # Cells are independent. On a CPU the matmuls are too small to share, so each core takes cells of its own.
-        workers = 1 if setup.kernels.device.type == "cuda" else os.cpu_count() or 1
-        with _one_thread(setup), ThreadPoolExecutor(workers) as pool:
-            runs = list(pool.map(run_cell, cells, loads))
-    solo = {cell[0]: {r.prompt: r.output for r in run.requests} for cell, run in zip(cells, runs) if cell[1:] == (1, "A")}
-    requests, matmuls = [], []
-    for (name, concurrency, run), found in zip(cells, runs):
-        cell = {"policy": name, "concurrency": concurrency, "run": run}
-        requests += _request_rows(found, solo[name], cell)
-        matmuls += _matmul_rows(found, cell)
+    longest_first = sorted(cells, key=lambda cell: -cell[1])
+    served = {}
+    with tqdm(total=sum(_load(setup, cell).requests for cell in cells), desc="requests", mininterval=1.0) as bar:
+        with _one_thread(setup), _pool(setup, len(cells)) as pool:
+            for cell, found in zip(longest_first, pool.map(_Serving(setup), longest_first)):
+                served[cell] = found
+                bar.update(len(found[0]))
+    requests, matmuls = ([row for cell in cells for row in served[cell][part]] for part in (0, 1))
+    solo = {(r["policy"], r["prompt"]): r["tokens"] for r in requests if (r["concurrency"], r["run"]) == (1, "A")}
+    for row in requests:
+        row["first_divergence"] = first_divergence(solo[row["policy"], row["prompt"]].split(), row["tokens"].split())
     return Results(pd.DataFrame(requests), pd.DataFrame(matmuls))
+
+
+def _pool(setup: Setup, cells: int) -> Executor:
+    """Workers for independent cells. On a CPU the matmuls are too small to share, so each core takes cells of its own; on CUDA
+    launching from Python is the bottleneck, so several processes share the GPU."""
+    cores = os.cpu_count() or 1
+    if setup.kernels.device.type == "cpu":
+        return ThreadPoolExecutor(cores)
+    return ProcessPoolExecutor(max(1, min(cores - 2, cells)), mp_context=multiprocessing.get_context("spawn"))
+
+
+class _Serving:
+    """Serves a (policy, concurrency, run). Pickled to another process it takes the parameters along, not the weights,
+    and loads them once there."""
+
+    _loaded: dict[str, Setup] = {}
+
+    def __init__(self, setup: Setup):
+        self._setup, self._parameters = setup, setup.p
+
+    def __getstate__(self) -> dict:
+        return {"_parameters": self._parameters}
+
+    @property
+    def setup(self) -> Setup:
+        if "_setup" in self.__dict__:
+            return self._setup
+        key = self._parameters.model_dump_json()
+        if key not in self._loaded:
+            self._loaded[key] = prepare(self._parameters)
+        return self._loaded[key]
+
+    def __call__(self, cell: tuple[str, int, str]) -> tuple[list[dict], list[dict]]:
+        """Rows of the requests, without their first divergence, and of the matmuls' shapes."""
+        setup, load = self.setup, _load(self.setup, cell)
+        found = serve(setup.model(cell[0]), setup.prompts, load, _config(setup, load))
+        named = dict(zip(("policy", "concurrency", "run"), cell))
+        return _request_rows(found, named), _matmul_rows(found, named)
 
 
 @contextmanager
@@ -352,15 +386,14 @@ def _one_thread(setup: Setup):
         torch.set_num_threads(before)
 
 
-def _requests(p: Parameters, prompts: int, concurrency: int) -> int:
-    return max(prompts, p.cycles * concurrency)
+def _load(setup: Setup, cell: tuple[str, int, str]) -> Load:
+    """Runs A and B of a concurrency differ in the arrival seed alone; the policies share both."""
+    _, concurrency, run = cell
+    requests = max(len(setup.prompts), setup.p.cycles * concurrency)
+    return Load(concurrency, requests, setup.p.tokens, seed=setup.p.seed * 1000 + 2 * concurrency + (run == "B"))
 
 
-def _seed(p: Parameters, concurrency: int, run: str) -> int:
-    return p.seed * 1000 + 2 * concurrency + (run == "B")
-
-
-def _request_rows(run: Run, solo: dict[int, list[int]], cell: dict) -> list[dict]:
+def _request_rows(run: Run, cell: dict) -> list[dict]:
     beside: dict[int, list[int]] = {}
     for step in run.steps:
         for number, _, _ in step.rows:
@@ -373,7 +406,6 @@ def _request_rows(run: Run, solo: dict[int, list[int]], cell: dict) -> list[dict
             known.append(request.output)
         rows.append({
             **cell, "request": request.number, "prompt": request.prompt, "variant": known.index(request.output),
-            "first_divergence": first_divergence(solo[request.prompt], request.output),
             "co_resident_rows": float(np.mean(beside[request.number])), "smallest_margin": min(request.margins),
             "tokens": " ".join(map(str, request.output)),
         })
