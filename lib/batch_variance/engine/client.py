@@ -1,6 +1,7 @@
 """A closed-loop client: C requests in flight over P distinct prompts, cycled until the wanted number is served."""
 
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 
@@ -30,10 +31,12 @@ class Run:
     steps: list[Step]
 
 
-def serve(model: Model, prompts: list[list[int]], load: Load, config: EngineConfig = EngineConfig(), progress=None) -> Run:
+def serve(model: Model, prompts: list[list[int]], load: Load, config: EngineConfig = EngineConfig(), progress=None,
+          build: Callable[[Model, EngineConfig], Engine] = Engine) -> Run:
     """Serve ``load`` on a fresh engine. Request i asks prompt i mod P; client i mod C sends it.
 
-    prompts: token ids of the P prompts. progress: called with each finished request.
+    prompts: token ids of the P prompts. progress: called with each finished request. build: makes the engine, for one
+    that chooses its tokens in another way.
     Raises BadInput for a concurrency, number of requests or of prompts below 1, a negative jitter or seed, and a prompt
     that does not fit the cache.
     """
@@ -43,7 +46,7 @@ def serve(model: Model, prompts: list[list[int]], load: Load, config: EngineConf
     for name, value in (("jitter", load.jitter), ("seed", load.seed)):
         if value < 0:
             raise BadInput(f"{name} is {value}: 0 or more is needed.")
-    engine = Engine(model, config)
+    engine = build(model, config)
     random = np.random.default_rng(load.seed)
     delay = lambda: int(random.integers(0, load.jitter + 1)) if load.concurrency > 1 else 0  # noqa: E731
     due = sorted((delay(), client) for client in range(min(load.concurrency, load.requests)))

@@ -156,11 +156,15 @@ class Engine:
             request.computed += count
         return self._sample(sampling, logits)
 
+    def choose(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
+        """Each request's next token. Greedy: the largest logit, the lowest token id among equals. logits: [requests,
+        vocabulary]. A study that forces a text overrides this."""
+        return logits.argmax(dim=-1).tolist()
+
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:
-        """Greedy: the largest logit, the lowest token id among equals."""
         if not requests:
             return []
-        chosen = logits.argmax(dim=-1).tolist()
+        chosen = self.choose(requests, logits)
         top = logits.topk(2, dim=-1).values.float()
         finished = []
         for request, token, margin in zip(requests, chosen, (top[:, 0] - top[:, 1]).tolist()):
