@@ -52,17 +52,6 @@ FLASHMLA_RULES = (
     "by-length-1-4-16",
     "by-length-8-24",
 )
-FLASHMLA_BITS_RULES = (
-    "never-split",
-    "fixed-count-2",
-    "fixed-count-4",
-    "fixed-count-8",
-    "fixed-chunk-4",
-    "fixed-chunk-8",
-    "root-length",
-    "by-length-2-8",
-    "by-length-1-4-16",
-)
 STREAMS = (1, 2, 4)
 FLASHMLA_SHAPES = ((64, 512), (64, 2048), (128, 2048))
 TRITON_RULES = {
@@ -523,7 +512,7 @@ def bits_stage(rec: Recorder, op) -> None:
         shape = f"h{heads} d{d_qk} topk{topk}" + (f"+{extra}" if extra else "") + f" {kind}"
         for batch in BATCHES:
             make = flashmla_maker(heads, d_qk, topk, extra, kind, batch)
-            for rule in (BATCH_WIDE, *FLASHMLA_BITS_RULES):
+            for rule in (BATCH_WIDE, *FLASHMLA_RULES):
                 rec.bits(
                     "flashmla",
                     policy_of(rule),
