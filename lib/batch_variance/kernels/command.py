@@ -1,0 +1,34 @@
+"""``batch-variance bench gemm|nvfp4|decode|engine``: time the invariant kernels against the default ones and record it."""
+
+import importlib
+from pathlib import Path
+
+import click
+
+from ..common import BadInput, data_path, resolve_device
+
+# Looked up by name: the engine's benchmark lies in a room above the kernels.
+BENCHMARKS = {
+    "gemm": "batch_variance.kernels.gemm.bench",
+    "nvfp4": "batch_variance.kernels.nvfp4.bench",
+    "decode": "batch_variance.kernels.decode.bench",
+    "engine": "batch_variance.studies.engine_bench",
+}
+
+
+@click.command()
+@click.argument("benchmark", metavar="gemm|nvfp4|decode|engine")
+@click.option("--budget-seconds", default=200.0, show_default=True, help="Stop tuning in time to finish within this.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]")
+def bench(benchmark, budget_seconds, out):
+    """Time invariant kernels against the default ones on this GPU.
+
+    Writes BENCHMARK.csv into the folder; rows of the same GPU measured before are replaced. Tuned configurations go to
+    the folder ``tuned`` beside it.
+    """
+    if benchmark not in BENCHMARKS:
+        raise BadInput(f"benchmark {benchmark!r} is unknown: give one of {', '.join(BENCHMARKS)}.")
+    if not budget_seconds > 0:
+        raise BadInput(f"--budget-seconds {budget_seconds:g} leaves no time: give a number above 0.")
+    resolve_device("cuda")
+    importlib.import_module(BENCHMARKS[benchmark]).run(out or data_path("recorded"), budget_seconds)

@@ -1,0 +1,80 @@
+"""The invariant kernels on a GPU: one bit class over row counts and configurations, accuracy. Skipped without CUDA."""
+
+import pytest
+import torch
+
+from batch_variance.kernels.classes import SIZES, bit_name, classify
+from batch_variance.kernels.gemm import invariant
+from batch_variance.kernels.gemm.invariant import Config
+from batch_variance.kernels.gemm.reference import matmul_float64
+from batch_variance.kernels.tiles import differing_rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+# (K, N, segments): K a multiple of the segment or not, of 8 or not (then no tensor descriptors), N odd.
+SHAPES = [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1480, 200, 3), (1001, 77, 2), (130, 64, 2), (40, 33, 1)]
+CONFIGS = [
+    "parallel 16x64x128 w4 s4 tma swap", "parallel 16x64x128 w4 s4 swap", "parallel 16x32x64 w4 s3", "parallel 64x64x64 w4 s4 tma",
+    "parallel 128x128x64 w8 s4 tma", "parallel 64x128x64 w4 s3", "in-turn 128x128x64 w4 s4 tma", "in-turn 128x256x64 w8 s3 tma",
+    "in-turn 64x64x64 w4 s3",
+]
+SHORT = tuple(m for m in SIZES if m <= 257)
+
+
+def random(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("K,N,count", SHAPES)
+def test_gemm_is_one_class_over_configurations_and_rows(K, N, count, dtype):
+    x, w, b = random(300, K, dtype=dtype), random(N, K, seed=1, dtype=dtype), random(N, seed=2, dtype=dtype)
+    operations = {name: lambda rows, c=Config.parse(name): invariant.matmul(rows, w, b, c, count) for name in CONFIGS}
+    found = classify(operations, x, SHORT)
+    assert set(found.failure) == {""}
+    assert found.bit_class.nunique() == 1, found.groupby("candidate").bit_class.unique().to_dict()
+    assert not found.rows_moved.any() and not found.not_finite.any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("K,N,count", SHAPES)
+def test_gemm_accuracy_and_every_output_written(K, N, count, name, monkeypatch):
+    x, w, b = random(150, K), random(N, K, seed=1), random(N, seed=2)
+    empty = torch.empty
+    poisoned = lambda *a, **kw: empty(*a, **kw).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(torch, "empty", poisoned)
+    y = invariant.matmul(x, w, b, Config.parse(name), count)
+    exact = matmul_float64(x, w) + b.double()
+    size = x.double().abs() @ w.double().abs().t() + b.double().abs()
+    assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + K * 2.0**-23 * size).all()
+    assert invariant.matmul(x[:0], w, b, Config.parse(name), count).shape == (0, N)
+
+
+def test_gemm_by_its_own_choice_keeps_a_row_among_shuffled_others():
+    for K, N in ((4096, 4096), (7168, 2048)):
+        x, w = random(64, K), random(N, K, seed=1)
+        x[3], x[5, 0] = torch.nan, torch.inf
+        assert differing_rows(lambda rows: invariant.matmul(rows, w), x, (1, 2, 16, 17, 33, 65, 129, 600, 1500)) == (0, 2363)
+
+
+def test_gemm_segments_are_another_class():
+    x, w = random(32, 2048), random(256, 2048, seed=1)
+    assert len({bit_name(invariant.matmul(x, w, count=count)) for count in (1, 2, 4)}) == 3
+
+
+def test_gemm_replayed_in_graphs_side_by_side_gives_the_eager_bits():
+    x, w = random(16, 4096), random(1024, 4096, seed=1)
+    eager = bit_name(invariant.matmul(x, w))
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [invariant.matmul(x, w) for _ in range(20)]
+        graphs.append((graph, out, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, _, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert {bit_name(y) for _, out, _ in graphs for y in out} == {eager}
