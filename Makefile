@@ -7,7 +7,7 @@ OUT ?= report
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pins report report-full test lab figures browser clean
+.PHONY: help setup pins report report-full test lab figures record-figures browser clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -44,8 +44,12 @@ test: setup browser ## all tests
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
 
-figures: setup ## rebuild the committed figures from recorded data and a quick report
-	$(BIN)/batch-variance report --quick --out $(OUT) && cp $(OUT)/figures/*.png figures/
+figures: setup ## rebuild the committed figures, PNG and SVG, from figures/recorded
+	$(BIN)/python -m batch_variance.reporting.rebuild
+
+record-figures: setup ## take a quick report's figures as the committed ones
+	$(BIN)/batch-variance report --quick --out $(OUT)
+	$(BIN)/python -m batch_variance.reporting.rebuild --record $(OUT)
 
 clean: ## remove the environment and the report
 	rm -rf $(VENV) $(OUT)

@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 
 from ..common import BadInput
 from .checks import counted, readable, valid_evidence
+from .drawings import MIME as DRAWING
+from .drawings import source_of
 
 METADATA = "batch_variance"  # key in an output's metadata, where the runner looks for figures, tables and their tiers
 _NAME = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
@@ -34,22 +36,41 @@ def show(fig: Figure, name: str, alt: str, tier: str, n: int | str) -> None:
     ``name`` is the PNG's name in the report's figures folder. Raises BadInput for a name that is no file name
     (lower case, digits, - and _), empty alt text, an unknown tier, or an ``n`` that is no count.
     """
+    data, metadata = bundle(fig, name, alt, tier, n)
+    display(data, metadata=metadata, raw=True)
+
+
+def bundle(fig: Figure, name: str, alt: str, tier: str, n: int | str) -> tuple[dict, dict]:
+    """Data and metadata of ``show``'s output: the PNG and, where it is known, the call that drew it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise BadInput(f"figure name {name!r} cannot name a file: use lower-case letters, digits, - and _.")
     where = f"figure {name}"
     if not isinstance(alt, str) or not alt.strip():
         raise BadInput(f"{where} has no alt text: say in a sentence what a reader who cannot see it should know.")
     n = valid_evidence(where, tier, n)
-    _stamp(fig, f"{tier} · {counted(n)}")
-    png = io.BytesIO()
-    fig.savefig(png, format="png", bbox_inches="tight", metadata={"Software": None})
+    stamp(fig, tier, n)
+    png = png_of(fig)
     plt.close(fig)  # or the inline backend shows it a second time at the cell's end
     alt = " ".join(alt.split())
-    display(
-        {"image/png": png.getvalue(), "text/plain": f"Figure {name}: {alt}"},
-        metadata={"image/png": {"alt": alt}, METADATA: {"figure": name, "alt": alt, "tier": tier, "n": n}},
-        raw=True,
-    )
+    data = {"image/png": png, "text/plain": f"Figure {name}: {alt}"}
+    source = source_of(fig)
+    if source is not None:
+        data[DRAWING] = source
+    return data, {"image/png": {"alt": alt}, METADATA: {"figure": name, "alt": alt, "tier": tier, "n": n}}
+
+
+def png_of(fig: Figure) -> bytes:
+    """PNG cropped to the drawing, the same bytes each time."""
+    png = io.BytesIO()
+    fig.savefig(png, format="png", bbox_inches="tight", metadata={"Software": None})
+    return png.getvalue()
+
+
+def svg_of(fig: Figure) -> bytes:
+    """SVG cropped to the drawing, the same bytes each time: no date, and ids from the style's fixed salt."""
+    svg = io.BytesIO()
+    fig.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return svg.getvalue()
 
 
 def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
@@ -67,18 +88,19 @@ def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
         {
             "text/html": _table_html(frame, caption, foot),
             "text/plain": f"{caption} ({foot})\n{frame.to_string(index=False)}",
+            "text/csv": frame.to_csv(index=False),  # unrounded, for the page's download
         },
         metadata={METADATA: {"table": caption, "tier": tier, "n": n}},
         raw=True,
     )
 
 
-def _stamp(fig: Figure, text: str) -> None:
-    """Write below everything drawn so far, so that no layout has to make room and nothing is covered."""
+def stamp(fig: Figure, tier: str, n: int | str) -> None:
+    """Write tier and count below everything drawn so far, so that no layout has to make room and nothing is covered."""
     fig.draw_without_rendering()  # lays the figure out, or the box is not yet where things will be
     box, (width, height) = fig.get_tightbbox(), fig.get_size_inches()
     # In fractions of the figure: only that transform follows when savefig crops to the drawing.
-    fig.text(box.x1 / width, (box.y0 - 0.05) / height, text, ha="right", va="top", fontsize=8, color="#555555")
+    fig.text(box.x1 / width, (box.y0 - 0.05) / height, f"{tier} · {counted(n)}", ha="right", va="top", fontsize=8, color="#555555")
 
 
 def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 from ..common import TIERS
 from .checks import Check, collect
 from .execution import Outcome
+from .drawings import MIME as DRAWING
 from .figures import METADATA
 from .parameters import Plan
 
@@ -93,13 +95,26 @@ def _figures(notebook: nbformat.NotebookNode, number: str):
         about = output.metadata.get(METADATA, {})
         if "figure" in about and "image/png" in output.get("data", {}):
             png = base64.b64decode(output.data["image/png"])
-            found[about["figure"]] = {"file": f"{number}_{about['figure']}.png", "alt": about["alt"], "png": png}
+            stem = f"{number}_{about['figure']}"
+            found[stem] = {"stem": stem, "file": f"{stem}.png", "alt": about["alt"], "png": png}
+            if DRAWING in output.data:
+                kept = {name: about[name] for name in ("alt", "tier", "n")}
+                found[stem]["source"] = kept | json.loads(json.dumps(output.data[DRAWING]))
     return found.values()
+
+
+def figure_record(figure: dict[str, Any], provenance: dict[str, Any]) -> str | None:
+    """The JSON text from which ``reporting.rebuild`` draws a figure again; None where its call is not known."""
+    if "source" not in figure:
+        return None
+    record = figure["source"] | {"commit": provenance["commit"], "date": provenance["date"]}
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in record.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def remove_stale_figures(folder: Path, entry: Entry) -> None:
     """Remove figures that an earlier report left for this notebook and this one no longer draws."""
-    current = {figure["file"] for figure in entry.figures}
-    for path in folder.glob(f"{entry.plan.number}_*.png"):
-        if path.name not in current:
+    current = {figure["stem"] for figure in entry.figures}
+    for path in folder.glob(f"{entry.plan.number}_*"):
+        if path.suffix in (".png", ".json") and path.stem not in current:
             path.unlink(missing_ok=True)

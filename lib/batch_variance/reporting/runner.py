@@ -22,7 +22,7 @@ from ..common.data import repository, write_atomically, write_text
 from .execution import INTERRUPTED, run_notebook
 from .html import index_page, notebook_page
 from .parameters import make_plans
-from .results import NOT_RUN, Entry, remove_stale_figures, summary
+from .results import NOT_RUN, Entry, figure_record, remove_stale_figures, summary
 
 FAILED, INTERRUPT = 1, 130  # exit statuses; 2 is BadInput's
 
@@ -133,6 +133,9 @@ class Report:
             write_atomically(
                 self.out / "figures" / figure["file"], lambda path, png=figure["png"]: path.write_bytes(png)
             )
+            record = figure_record(figure, self.provenance)
+            if record is not None:
+                write_text(self.out / "figures" / f"{figure['stem']}.json", record)
         remove_stale_figures(self.out / "figures", entry)
         write_text(self.out / f"{entry.name}.html", page)
 

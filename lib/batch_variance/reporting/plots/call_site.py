@@ -6,12 +6,15 @@ import pandas as pd
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from ..drawings import drawn
+
 _AXES = ("rerun", "contents", "composition", "solo", "position", "padding", "tail")
 _SIGN = {"invariant": 0, "inconclusive": 1, "variant": 2}
 _MARK = {"invariant": "=", "inconclusive": "?", "variant": "≠"}
 _COLOURS = ListedColormap(["#D6E6F2", "#EDEDED", "#E69F00"])
 
 
+@drawn
 def zoo_matrix(zoo: pd.DataFrame) -> Figure:
     """zoo: `studies.call_site.zoo`. Verdict by kernel and axis, the most frequent one, with how many instances gave
     it.
@@ -21,6 +24,7 @@ def zoo_matrix(zoo: pd.DataFrame) -> Figure:
     return _verdict_grid(top.assign(row=top["kernel"], words=top["instances"].astype(str)), kernels, _AXES, 0.42)
 
 
+@drawn
 def verdict_matrix(verdicts: pd.DataFrame) -> Figure:
     """verdicts: `studies.call_site.session_verdicts`. Verdict by site and axis, with rows that differ of rows
     checked.
@@ -50,6 +54,7 @@ def _verdict_grid(table: pd.DataFrame, rows: list, columns: list, height: float)
     return fig
 
 
+@drawn
 def ulp_distribution(distribution: pd.DataFrame) -> Figure:
     """distribution: `studies.call_site.ulp_distribution`. Elements by ULP distance (power-of-two buckets), a line an
     axis.
@@ -70,6 +75,7 @@ def ulp_distribution(distribution: pd.DataFrame) -> Figure:
     return fig
 
 
+@drawn
 def size_map(table: pd.DataFrame) -> Figure:
     """table: `studies.call_site.size_map`. Operation by batch size, coloured and numbered by bit class; class 0 is
     the row alone.
@@ -113,6 +119,7 @@ def size_map(table: pd.DataFrame) -> Figure:
     return fig
 
 
+@drawn
 def introducing(operations: pd.DataFrame) -> Figure:
     """operations: the audit's kinds of operation. Calls that introduce a difference, or pass one on, by kind; most
     first.
@@ -147,6 +154,7 @@ def introducing(operations: pd.DataFrame) -> Figure:
     return fig
 
 
+@drawn
 def threads(table: pd.DataFrame) -> Figure:
     """table: `studies.call_site.attention_by_threads`. Different results among equal rows, by cache length and thread
     count.

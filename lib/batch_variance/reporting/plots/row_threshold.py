@@ -5,9 +5,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from ..drawings import drawn
+
 _POLICY_ORDER = ("default", "round-activations", "round-activations-exact-weights", "force-gemm", "force-gemv")
 
 
+@drawn
 def native_conditions(summary: pd.DataFrame) -> Figure:
     """summary: `studies.row_threshold.native_summary`. Texts that changed between alone and together, with intervals."""
     fig, (texts, bits) = plt.subplots(1, 2, figsize=(7.2, 2.6), sharey=True)
@@ -30,6 +33,12 @@ def native_conditions(summary: pd.DataFrame) -> Figure:
 def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, label: str = "", policy: str = "default") -> Figure:
     """label names the model. matmuls: `Results.matmuls`. How many rows the FFNs of a policy ran on, by concurrency and origin of the rows."""
     part = matmuls[matmuls.policy == policy]
+    return _rows_by_origin(part.groupby(["concurrency", "rows", "decode_rows"], as_index=False).ffns.sum(), threshold, label)
+
+
+@drawn
+def _rows_by_origin(part: pd.DataFrame, threshold: int, label: str) -> Figure:
+    """part: FFNs run by concurrency, rows and decode rows among them."""
     levels = sorted(part.concurrency.unique())
     fig, axes = plt.subplots(len(levels), 1, figsize=(7.2, 1.5 * len(levels) + 0.9), sharex=True, squeeze=False)
     edges = np.arange(0, max(part.rows.max(), threshold) + 9, 4) + 0.5
@@ -54,6 +63,7 @@ def rows_per_ffn(matmuls: pd.DataFrame, threshold: int, label: str = "", policy:
     return fig
 
 
+@drawn
 def variants_by_policy(table: pd.DataFrame, label: str = "") -> Figure:
     """label names the model. table: `studies.row_threshold.variants`. Share of requests whose text differs from the same prompt alone."""
     levels = sorted(table.concurrency.unique())
@@ -76,6 +86,7 @@ def variants_by_policy(table: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def decomposition(frame: pd.DataFrame, label: str = "") -> Figure:
     """label names the model. frame: `studies.row_threshold.decompose`. Each difference alone on, alone off: distance to the GEMV's output."""
     steps = list(dict.fromkeys(frame.step))

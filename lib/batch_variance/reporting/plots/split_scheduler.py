@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ..drawings import drawn
+
 _NAMES = {"flashmla": "FlashMLA (batch-wide)"}
 
 
@@ -14,6 +16,7 @@ def _name(schedule: str) -> str:
     return _NAMES.get(schedule, f"own length: {schedule}")
 
 
+@drawn
 def gantt(frames: dict[str, pd.DataFrame], watched_row: int) -> Figure:
     """SM parts against time for each schedule (frames of ``studies.split_scheduler.gantt``), the watched row orange."""
     fig, axes = plt.subplots(1, len(frames), figsize=(4.6 * len(frames), 4.4), sharex=True, sharey=True, squeeze=False)
@@ -39,6 +42,7 @@ def gantt(frames: dict[str, pd.DataFrame], watched_row: int) -> Figure:
     return fig
 
 
+@drawn
 def split_counts(frame: pd.DataFrame, against: str, label: str) -> Figure:
     """Split count of one row against batch size or a neighbour's length, a line a schedule."""
     fig, ax = plt.subplots()
@@ -53,6 +57,7 @@ def split_counts(frame: pd.DataFrame, against: str, label: str) -> Figure:
     return fig
 
 
+@drawn
 def trees(frame: pd.DataFrame) -> Figure:
     """The watched row's pieces, left to right, one bar a case: what is summed first, before the pieces are folded in
     order."""
@@ -78,6 +83,7 @@ def trees(frame: pd.DataFrame) -> Figure:
     return fig
 
 
+@drawn
 def ulp_histogram(frame: pd.DataFrame, upper: str = "ulp_to") -> Figure:
     """Share of values by ULP distance, solo against batch; the frame has one row a bin (and a schedule, where there
     are several)."""
@@ -104,6 +110,7 @@ def _bin(low: float, high: float) -> str:
     return f"{low:g}" if high - low == 1 else f"{low:g} to {high - 1:g}"
 
 
+@drawn
 def errors(frame: pd.DataFrame) -> Figure:
     """Error against float64 of each row that differs: alone on one axis, in the batch on the other."""
     fig, ax = plt.subplots(figsize=(4.8, 4.4))
@@ -119,6 +126,7 @@ def errors(frame: pd.DataFrame) -> Figure:
     return fig
 
 
+@drawn
 def costs(frame: pd.DataFrame, policies: list[str]) -> Figure:
     """Geometric mean over shapes of time over the default's, against batch size, a line a policy."""
     fig, ax = plt.subplots()
