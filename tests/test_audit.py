@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from batch_variance.cli import main
 from batch_variance.common import BadInput
-from batch_variance.hooks.audit import Audit, carried, part_of, tokens, without_layer
+from batch_variance.hooks.audit import Audit, _copy, _joined, carried, part_of, tokens, without_layer
 from batch_variance.hooks.command import changes
 from batch_variance.hooks.subjects import CausalSubject, ModuleSubject, causal_subject
 
@@ -269,3 +269,15 @@ def test_a_batch_too_small_and_rows_beyond_it_are_refused():
         ModuleSubject(model(), {"input": torch.randn(2, 3, 16)})
     with pytest.raises(BadInput, match="watched = 9"):
         Audit(ModuleSubject(model(), {"input": torch.randn(8, 3, 16)}), watched=9)
+
+
+def test_copies_keep_the_inner_strides_of_a_padded_mask_shared_by_heads():
+    """GPU attention refuses a mask whose rows are not aligned: one of 46 columns comes cut from 48, shared by heads."""
+    mask = torch.randn(3, 1, 7, 48)[..., :46].expand(3, 9, 7, 46)
+    copy = _copy(mask)
+    assert torch.equal(copy, mask) and copy.stride()[2:] == (48, 1)
+    copy[1, 2] = 5.0  # one head's own memory
+    assert torch.equal(copy[1, 3], mask[1, 3]) and bool((copy[1, 2] == 5).all())
+
+    joined = _joined([mask[i : i + 1] for i in (2, 0, 0, 1)], 0)
+    assert torch.equal(joined, mask[[2, 0, 0, 1]]) and joined.stride()[2:] == (48, 1)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..common import BadInput
 from .comparing import Difference, compare_rows, flipped
-from .layouts import fresh_like
+from .layouts import fresh_like, strided
 from .snapshots import same_bits
 from .subjects import CausalSubject, Subject
 
@@ -129,12 +129,18 @@ def _only_views(function: Callable) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor's own copy with the same strides, where it has no overlapping memory."""
+    """A tensor's own copy with the same strides. Dimensions that share one memory get memory each, outside the others:
+    kernels ask for the inner strides that a padded mask has.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if any(s == 0 and n > 1 for s, n in zip(leaf.stride(), leaf.shape)):
-        return leaf.detach().clone()
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
+    strides = list(leaf.stride())
+    reach = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, strides) if n)
+    for d in reversed(range(leaf.dim())):
+        if strides[d] == 0 and leaf.shape[d] > 1:
+            strides[d] = reach = -(-reach // 16) * 16
+            reach *= leaf.shape[d]
+    return torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
 
 
 def carried(batched: torch.Tensor, alone: torch.Tensor, n: int) -> int | None:
@@ -539,13 +545,21 @@ class Audit:
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The parts one after another along ``dim``, with the stride order of the first where it has no overlaps."""
-    new = fresh_like(parts[0], dim, sum(part.shape[dim] for part in parts))
+    """The parts one after another along ``dim``, with the strides of the first; where those would overlap, ``dim`` is
+    outermost.
+    """
+    size = sum(part.shape[dim] for part in parts)
+    new = fresh_like(parts[0], dim, size)
     reach = 1
-    for stride, size in sorted(zip(new.stride(), new.shape)):
-        if size > 1 and stride < reach:
-            return torch.cat(list(parts), dim=dim)
-        reach = max(reach, stride * size)
+    for stride, n in sorted(zip(new.stride(), new.shape)):
+        if n > 1 and stride < reach:
+            one = _copy(parts[0].narrow(dim, 0, 1))
+            strides, shape = list(one.stride()), list(one.shape)
+            span = 1 + sum((m - 1) * s for m, s in zip(shape, strides))
+            strides[dim], shape[dim] = -(-span // 16) * 16, size
+            new = strided(shape, strides, one.dtype, one.device)
+            break
+        reach = max(reach, stride * n)
     start = 0
     for part in parts:
         new.narrow(dim, start, part.shape[dim]).copy_(part)
