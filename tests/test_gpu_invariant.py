@@ -7,7 +7,11 @@ from batch_variance.kernels.classes import SIZES, bit_name, classify
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import Config
 from batch_variance.kernels.gemm.reference import matmul_float64
+from batch_variance.kernels.nvfp4 import invariant as nvfp4
+from batch_variance.kernels.nvfp4.reference import matmul_float64 as nvfp4_float64
 from batch_variance.kernels.tiles import differing_rows
+from batch_variance.numerics import quantize
+from batch_variance.numerics.trees import matmul_tree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -78,3 +82,45 @@ def test_gemm_replayed_in_graphs_side_by_side_gives_the_eager_bits():
                 graph.replay()
     torch.cuda.synchronize()
     assert {bit_name(y) for _, out, _ in graphs for y in out} == {eager}
+
+
+NVFP4_CONFIGS = [
+    "parallel 16x64x128 w4 s4 swap", "parallel 16x32x128 w4 s4", "parallel 64x64x64 w4 s3 swap", "parallel 128x128x64 w8 s3 swap",
+    "in-turn 64x128x64 w8 s3 swap", "in-turn 128x128x64 w8 s3", "in-turn 64x64x32 w4 s3",
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K,N,count", [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1488, 200, 3), (80, 33, 1), (208, 64, 2)])
+def test_nvfp4_is_one_class_accurate_and_written(K, N, count, dtype, monkeypatch):
+    empty = torch.empty
+    poisoned = lambda *a, **kw: empty(*a, **kw).fill_(torch.nan)  # noqa: E731
+    x, w = random(300, K, dtype=dtype), quantize(random(N, K, seed=1, dtype=torch.float32))
+    monkeypatch.setattr(torch, "empty", poisoned)
+    operations = {name: lambda rows, c=Config.parse(name): nvfp4.matmul(rows, w, c, count) for name in NVFP4_CONFIGS}
+    found = classify(operations, x, SHORT)
+    assert set(found.failure) == {""}
+    assert found.bit_class.nunique() == 1, found.groupby("candidate").bit_class.unique().to_dict()
+    assert not found.rows_moved.any() and not found.not_finite.any()
+    y = nvfp4.matmul(x, w, Config.parse(NVFP4_CONFIGS[0]), count)
+    exact = nvfp4_float64(x.float(), w, nvfp4.INVARIANT)
+    size = x.abs().double() @ w.dequantize().abs().double().t()
+    assert ((y.double() - exact).abs() <= K * 2.0**-22 * size + 1e-30).all()
+    assert nvfp4.matmul(x[:0], w, Config.parse(NVFP4_CONFIGS[0]), count).shape == (0, N)
+
+
+def test_nvfp4_keeps_a_row_among_shuffled_others():
+    x, w = random(64, 4096, dtype=torch.float32), quantize(random(1024, 4096, seed=1, dtype=torch.float32))
+    x[3], x[5, 0] = torch.nan, torch.inf
+    assert differing_rows(lambda rows: nvfp4.matmul(rows, w), x, (1, 2, 16, 17, 32, 33, 65, 129, 600))[0] == 0
+
+
+@pytest.mark.parametrize("count,rows", [(1, 1), (2, 1), (2, 300)])
+def test_the_gemms_tree_is_that_of_its_design(count, rows):
+    K, N = 512, 256
+    tree = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), rows, N, K, torch.bfloat16, "cuda")
+    assert set(tree.ways) - {2, 9, 17} <= {8, 16}, tree.ways  # products, and the running sum, that one instruction adds
+    halves = {int(size) for size in tree.joins(0)}
+    assert (K // 2 in halves) if count == 2 else True
+    again = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), 1, N, K, torch.bfloat16, "cuda")
+    assert tree == again

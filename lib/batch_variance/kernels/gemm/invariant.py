@@ -61,22 +61,29 @@ DEFAULTS = (
 
 
 @lru_cache
-def _table() -> dict[tuple[int, int], tuple[int, tuple[tuple[int, Config], ...]]]:
-    path = data_path("tuned", "gemm.csv")
-    if not path.exists():
-        return {}
+def tuned(benchmark: str) -> dict[tuple[int, int], tuple[int, tuple[tuple[int, Config], ...]]]:
+    """The table ``data/tuned/<benchmark>.csv`` as (N, K) to the number of segments and (largest M, configuration) by M;
+    empty where there is none."""
+    path = data_path("tuned", f"{benchmark}.csv")
     found: dict[tuple[int, int], tuple[int, list]] = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            entry = found.setdefault((int(row["n"]), int(row["k"])), (int(row["segments"]), []))
-            entry[1].append((int(row["m"]), Config.parse(row["config"])))
+    if path.exists():
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                entry = found.setdefault((int(row["n"]), int(row["k"])), (int(row["segments"]), []))
+                entry[1].append((int(row["m"]), Config.parse(row["config"])))
     return {shape: (count, tuple(sorted(rows, key=lambda r: r[0]))) for shape, (count, rows) in found.items()}
+
+
+def chosen(benchmark: str, defaults, M: int, N: int, K: int) -> Config:
+    """The configuration of the smallest row count in the table, or else the defaults, that is M or more; beyond all, the last."""
+    rows = tuned(benchmark).get((N, K), (0, ()))[1] or defaults
+    return next((config for most, config in rows if most is None or M <= most), rows[-1][1])
 
 
 def segments(N: int, K: int) -> int:
     """Segments that K falls into for a weight [N, K]: enough that a few rows keep a GPU's multiprocessors busy."""
-    if (N, K) in _table():
-        return _table()[N, K][0]
+    if (N, K) in tuned("gemm"):
+        return tuned("gemm")[N, K][0]
     wanted = 1 if N > 6144 else 2 if N > 3072 else 4
     return max(min(wanted, K // 512), 1)
 
@@ -92,11 +99,7 @@ def segment_steps(K: int, count: int) -> int:
 
 def configuration(M: int, N: int, K: int) -> Config:
     """What the table, or else the defaults, choose for M rows."""
-    rows = _table().get((N, K), (0, ()))[1]
-    for most, config in rows:
-        if M <= most:
-            return config
-    return rows[-1][1] if rows else next(config for most, config in DEFAULTS if most is None or M <= most)
+    return chosen("gemm", DEFAULTS, M, N, K)
 
 
 def _programs(device: torch.device) -> int:

@@ -1,0 +1,174 @@
+"""Tunes and times the invariant NVFP4 matmul against gllm's dispatch (GEMV up to 32 rows, GEMM above), on CUDA."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ...common import BadInput, write_atomically
+from ...common.provenance import gpu_columns
+from ...numerics import NVFP4Tensor
+from ..classes import SIZES, bit_name, classify
+from ..gemm.invariant import Config
+from ..recorded import Benchmark, replace_rows
+from ..timing import copies, graph_microseconds
+from . import triton as default_kernels
+from .invariant import INVARIANT, matmul
+from .policy import policy
+from .reference import matmul_float64
+
+SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # (K, N)
+ROWS = (1, 4, 16, 32, 33, 64, 256, 1024)
+COUNTS = (1, 2, 4)
+CHECKED = 16
+
+_FEW = (
+    "parallel 16x64x128 w4 s4 swap", "parallel 16x64x128 w4 s6 swap", "parallel 16x64x64 w4 s6 swap", "parallel 16x32x128 w4 s5",
+    "parallel 16x128x128 w8 s4 swap",
+)
+_THIRTY = ("parallel 32x64x128 w4 s4 swap", "parallel 32x64x64 w4 s6 swap", "parallel 32x128x128 w8 s4 swap")
+_SIXTY = (
+    "parallel 64x64x128 w4 s3 swap", "parallel 64x64x64 w4 s4 swap", "parallel 64x128x128 w8 s3 swap", "parallel 64x64x64 w4 s4",
+)
+_MORE = (
+    "parallel 128x128x64 w8 s3 swap", "parallel 128x64x64 w4 s4 swap", "in-turn 64x128x64 w8 s4 swap", "in-turn 128x128x64 w8 s3 swap",
+    "in-turn 128x64x64 w4 s4 swap",
+)
+_MANY = (
+    "in-turn 128x128x64 w8 s3 swap", "in-turn 128x128x64 w8 s4 swap", "in-turn 128x128x64 w8 s3", "in-turn 256x64x64 w8 s3 swap",
+    "in-turn 128x64x64 w4 s4 swap",
+)
+CANDIDATES = {1: _FEW, 4: _FEW, 16: _FEW, 32: _THIRTY, 33: _SIXTY, 64: _SIXTY, 256: _MORE, 1024: _MANY}
+
+
+def random_weight(K: int, N: int, generator: torch.Generator) -> NVFP4Tensor:
+    """Random codes and block scales: every value of the format occurs."""
+    codes = torch.randint(0, 256, (N, K // 2), generator=generator, device="cuda", dtype=torch.uint8)
+    scales = (torch.rand(N, K // 16, generator=generator, device="cuda") * 3 + 0.5).to(torch.float8_e4m3fn)
+    return NVFP4Tensor(codes, scales, torch.tensor(0.01, device="cuda"))
+
+
+def compile_ahead(workers: int) -> None:
+    """Compile every candidate in processes of their own, which share the compiler's cache."""
+    command = [sys.executable, "-m", "batch_variance.kernels.nvfp4.bench"]
+    for one in [subprocess.Popen([*command, str(i), str(workers)], stderr=subprocess.DEVNULL) for i in range(workers)]:
+        one.wait()
+
+
+def _compile_share(index: int, workers: int) -> None:
+    names = sorted({name for names in CANDIDATES.values() for name in names})
+    jobs = [(name, count) for name in names for count in ((1, 2) if name.startswith("parallel") else COUNTS)]
+    weight, x = random_weight(2048, 512, torch.Generator("cuda")), torch.randn(16, 2048, device="cuda")
+    for name, count in jobs[index::workers]:
+        try:
+            matmul(x, weight, Config.parse(name), count)
+        except Exception as error:  # noqa: BLE001 - one that does not fit the device is left out by the tuner
+            print(f"compile {name} {count}: {str(error).splitlines()[0]}", flush=True)
+    torch.cuda.synchronize()
+
+
+def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
+    """Tune and time every shape of SHAPES within the budget; writes nvfp4.csv, nvfp4_tuning.csv and gemm_classes.csv in the
+    folder and tuned/nvfp4.csv beside it, after every shape. Raises BadInput where nothing fits the device."""
+    start, where = time.time(), gpu_columns()
+    compile_ahead(workers)
+    print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
+    bench, few, many = Benchmark("nvfp4"), [], []
+    dispatch = policy("default")
+    for index, (K, N) in enumerate(SHAPES):
+        deadline = time.time() + 0.8 * (budget_seconds - (time.time() - start)) / (len(SHAPES) - index)
+        generator = torch.Generator("cuda").manual_seed(index)
+        x = torch.randn(max(ROWS), K, generator=generator, device="cuda")
+        weights = [random_weight(K, N, generator) for _ in range(copies(0.5625 * N * K))]
+        exact = matmul_float64(x[:CHECKED], weights[0], INVARIANT)
+        bound = K * 2.0**-22 * (x[:CHECKED].abs().double() @ weights[0].dequantize().abs().double().t())
+
+        def timed(call, m):
+            sets = weights if m <= 64 else weights[:4]
+            return graph_microseconds([lambda w=w: call(x[:m], w) for w in sets])
+
+        def default(rows, w):
+            return default_kernels.matmul(rows, w, dispatch.choose(len(rows)))
+
+        before = {m: timed(default, m) for m in ROWS}
+        rows, reference = [], {}
+        for count in COUNTS:
+            for m in ROWS:
+                for name in CANDIDATES[m]:
+                    row = dict(k=K, n=N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
+                    rows.append(row)
+                    if time.time() > deadline:
+                        row["failure"] = "no time left"
+                        continue
+                    try:
+                        call = lambda a, w, c=Config.parse(name): matmul(a, w, c, count)  # noqa: E731
+                        y = call(x[:m], weights[0])
+                        some = min(m, CHECKED)
+                        row["wrong"] = int((~((y[:some].double() - exact[:some]).abs() <= bound[:some])).sum())
+                        row["bit_class"] = bit_name(y[0])
+                        if row["wrong"] == 0 and row["bit_class"] == reference.setdefault(count, row["bit_class"]):
+                            row["time_us"] = round(timed(call, m), 3)
+                    except Exception as error:  # noqa: BLE001 - a candidate that does not fit the device is a result
+                        row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
+        tuning = pd.DataFrame(rows)
+        replace_rows(folder / "nvfp4_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu"))
+        print(f"K {K} N {N}: {len(tuning)} runs, wrong {int((tuning.wrong > 0).sum())}, failed {int((tuning.failure != '').sum())}, classes",
+              tuning[tuning.failure == ""].groupby("segments").bit_class.nunique().to_dict(),
+              tuning[tuning.failure != ""].failure.unique()[:3].tolist(), flush=True)
+        count, chosen = _choose(tuning, before)
+        _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
+        after = {m: timed(default, m) for m in ROWS}
+        for m in ROWS:
+            config = Config.parse(chosen[m])
+            mine = timed(lambda a, w: matmul(a, w, config, count), m)
+            base, shape = min(before[m], after[m]), f"N{N} K{K}"
+            moved = 0.5625 * N * K + 4 * m * (K + N)
+            for name, value in (("default", base), ("invariant", mine)):
+                bench.add("nvfp4", name, shape, m, "time", "us", value, base)
+                bench.add("nvfp4", name, shape, m, "bandwidth", "TB/s", moved / value / 1e6, moved / base / 1e6)
+            (few if m <= 32 else many).append(mine / base)
+            print(f"K {K} N {N} M {m} default {base:.1f} ours {mine:.1f} {mine / base:.3f} {moved / mine / 1e6:.2f} TB/s segments {count} {config}", flush=True)
+
+        def chosen_by_rows(rows):
+            return matmul(rows, weights[0], Config.parse(next(chosen[m] for m in ROWS if len(rows) <= m)), count)
+
+        frame = classify({"default": lambda a: default(a, weights[0]), "invariant": chosen_by_rows}, x, [m for m in SIZES if m <= max(ROWS)])
+        found = frame.assign(kernel="nvfp4", shape=f"N{N} K{K}").to_dict("records")
+        replace_rows(folder / "gemm_classes.csv", [{**row, **where} for row in found], ("kernel", "shape", "candidate", "m", "gpu"))
+        counts = frame.groupby("candidate").bit_class.nunique()
+        for name in counts.index:
+            bench.add("nvfp4", name, f"N{N} K{K}", 0, "bit classes", "count", int(counts[name]), int(counts["default"]))
+        print("bit classes:", counts.to_dict(), "rows moved:", int(frame.rows_moved.sum()), flush=True)
+        bench.save(folder)
+    for label, values in (("up to 32 rows", few), ("above", many)):
+        print(f"{label}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.3f}", flush=True)
+    print(f"{time.time() - start:.0f} s", flush=True)
+
+
+def _choose(tuning: pd.DataFrame, default: dict[int, float]) -> tuple[int, dict[int, str]]:
+    best = {}
+    for count, mine in tuning.dropna(subset="time_us").groupby("segments"):
+        fastest = mine.loc[mine.groupby("m").time_us.idxmin()].set_index("m")
+        if set(fastest.index) == set(ROWS):
+            cost = float(np.mean([np.log(fastest.time_us[m] / default[m]) for m in ROWS]))
+            best[int(count)] = (cost, fastest.config.to_dict())
+    if not best:
+        raise BadInput("no number of segments has a candidate at every row count: nothing can be chosen.")
+    count = min(best, key=lambda c: best[c][0])
+    return count, best[count][1]
+
+
+def _write_table(path: Path, N: int, K: int, count: int, chosen: dict[int, str]) -> None:
+    table = pd.DataFrame([dict(n=N, k=K, segments=count, m=m, config=config) for m, config in chosen.items()])
+    if path.exists():
+        old = pd.read_csv(path)
+        table = pd.concat([old[(old.n != N) | (old.k != K)], table])
+    write_atomically(path, lambda temporary: table.to_csv(temporary, index=False))
+
+
+if __name__ == "__main__":
+    _compile_share(int(sys.argv[1]), int(sys.argv[2]))
