@@ -6,6 +6,7 @@ drawn from its seed. So two runs differ only in which rows share a step.
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -21,7 +22,11 @@ class EngineConfig:
 
     split_rule: how decode attention cuts each row's KV range, a rule's name in ``schedules`` ("flashmla" looks at the
     whole batch, the others at the row alone) over num_sm_parts programs and blocks of split_block tokens; "" folds every
-    row page by page in one piece, as prefill does."""
+    row page by page in one piece, as prefill does. wide_block: the block instead of split_block in steps whose longest
+    decode row has wide_from tokens or more; wide_from 0: in none.
+
+    logits: the dtype in which logits are compared, "float32" or "bfloat16"; ties: which token id wins among equal logits,
+    the "lowest" or the "highest"."""
 
     max_rows: int = 128
     max_requests: int = 64
@@ -32,6 +37,10 @@ class EngineConfig:
     split_rule: str = ""
     num_sm_parts: int = 132
     split_block: int = 64
+    wide_block: int = 64
+    wide_from: int = 0
+    logits: str = "float32"
+    ties: str = "lowest"
 
 
 @dataclass
@@ -61,25 +70,35 @@ class Request:
 @dataclass(frozen=True)
 class Step:
     """Trace of one step. rows: (request number, rows it had, "prefill" or "decode"); matmuls: one record an FFN;
-    splits: pieces that each decode row's KV range was cut into, in the order of the rows, empty without a split rule."""
+    splits: pieces that each decode row's KV range was cut into, in the order of the rows, empty without a split rule;
+    choices: how often an operation, by name, took which of its variants (`mechanisms` says which there are)."""
 
     index: int
     rows: tuple[tuple[int, int, str], ...]
     matmuls: tuple[MatmulRecord, ...]
     splits: tuple[int, ...] = ()
+    choices: dict[tuple[str, object], int] = field(default_factory=dict)
 
     @property
     def co_resident_rows(self) -> int:
         return sum(count for _, count, _ in self.rows)
 
 
+@lru_cache(maxsize=None)
+def _pieces_alone(rule: str, length: int, num_sm_parts: int, block: int) -> int:
+    return int(make_plan(rule, [length], num_sm_parts, block).pieces[0])
+
+
 class Engine:
     """Runs requests to completion, a step at a time."""
 
     def __init__(self, model: Model, config: EngineConfig = EngineConfig()):
-        for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length", "num_sm_parts", "split_block"):
+        for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length", "num_sm_parts", "split_block", "wide_block"):
             if getattr(config, name) < 1:
                 raise BadInput(f"{name} is {getattr(config, name)}: at least 1 is needed.")
+        for name, known in (("logits", ("float32", "bfloat16")), ("ties", ("lowest", "highest"))):
+            if getattr(config, name) not in known:
+                raise BadInput(f"{name} {getattr(config, name)!r} is unknown: give {' or '.join(known)}.")
         if config.split_rule:
             make_plan(config.split_rule, [1], config.num_sm_parts, config.split_block)  # an unknown rule raises here
         self.model, self.config = model, config
@@ -147,23 +166,40 @@ class Engine:
         )
         if self.config.split_rule and rows.decode_rows:
             lengths = [position + 1 for position in positions[: rows.decode_rows]]
-            rows.splits = make_plan(self.config.split_rule, lengths, self.config.num_sm_parts, self.config.split_block)
+            block = self._block(max(lengths))
+            rows.splits = make_plan(self.config.split_rule, lengths, self.config.num_sm_parts, block)
+            self._note_attention(rows, lengths, block)
         logits = self.model.forward(rows, self.k_pages, self.v_pages)
         splits = tuple(rows.splits.pieces.tolist()) if rows.splits else ()
         trace = tuple((r.number, count, "prefill" if r.prefilling else "decode") for r, count in work)
-        self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits))
+        self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits, rows.choices))
         for request, count in work:
             request.computed += count
         return self._sample(sampling, logits)
 
+    def _block(self, longest: int) -> int:
+        return self.config.wide_block if 0 < self.config.wide_from <= longest else self.config.split_block
+
+    def _note_attention(self, rows: StepRows, lengths: list[int], block: int) -> None:
+        """How many decode rows are folded in the block, and cut into the pieces, that they would be alone."""
+        for length, pieces in zip(lengths, rows.splits.pieces.tolist()):
+            for name, alike in (("attention_dispatch", block == self._block(length)),
+                                ("batch_splits", pieces == _pieces_alone(self.config.split_rule, length, self.config.num_sm_parts, block))):
+                key = name, "as alone" if alike else "by the batch"
+                rows.choices[key] = rows.choices.get(key, 0) + 1
+
     def choose(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
-        """Each request's next token. Greedy: the largest logit, the lowest token id among equals. logits: [requests,
-        vocabulary]. A study that forces a text overrides this."""
-        return logits.argmax(dim=-1).tolist()
+        """Each request's next token. Greedy: the largest logit, of equals the one that the configuration says. logits:
+        [requests, vocabulary]. A study that forces a text overrides this."""
+        if self.config.ties == "lowest":
+            return logits.argmax(dim=-1).tolist()
+        return (logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)).tolist()
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:
         if not requests:
             return []
+        if self.config.logits == "bfloat16":
+            logits = logits.bfloat16()
         chosen = self.choose(requests, logits)
         top = logits.topk(2, dim=-1).values.float()
         finished = []

@@ -86,7 +86,8 @@ class StepRows:
 
     tokens, positions, slots: int64 [T], slots being flat places in the KV cache; tables: int64 [T, pages a row];
     lengths: int64 [T], position + 1; sampled: int64, the rows whose logits are wanted; splits: the plan by which the
-    decode rows' attention is cut, None to fold them as prefill rows.
+    decode rows' attention is cut, None to fold them as prefill rows. The forward pass adds matmuls, and choices: how often
+    an operation, by name, took which of its variants.
     """
 
     tokens: torch.Tensor
@@ -98,6 +99,7 @@ class StepRows:
     decode_rows: int
     splits: Plan | None = None
     matmuls: list[MatmulRecord] = field(default_factory=list)
+    choices: dict[tuple[str, object], int] = field(default_factory=dict)
 
 
 def load_weights(folder, device: torch.device, dtype=torch.float32, nvfp4: bool = False, split: ExpertSplit | None = None) -> Weights:
@@ -153,10 +155,13 @@ def _assemble(
 
 
 class Model:
-    """Weights, kernels and a policy; `forward` runs one step's rows."""
+    """Weights, kernels and a policy; `forward` runs one step's rows.
 
-    def __init__(self, weights: Weights, kernels: KernelSet, policy: Policy):
-        self.weights, self.kernels, self.policy = weights, kernels, policy
+    expert_order: a row adds its experts' outputs by their "number", or by their "load" in the step, the busiest first.
+    """
+
+    def __init__(self, weights: Weights, kernels: KernelSet, policy: Policy, expert_order: str = "number"):
+        self.weights, self.kernels, self.policy, self.expert_order = weights, kernels, policy, expert_order
         shape = weights.shape
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         self._frequency = (shape.rope_theta**-half).float()
@@ -181,18 +186,19 @@ class Model:
             self._cos, self._sin = self._rotary_table(2 * int(rows.positions.max()))
         cos, sin = self._cos[rows.positions][:, None, :], self._sin[rows.positions][:, None, :]
         plan = rows.splits and (DevicePlan.upload(rows.splits, device) if device.type == "cuda" else rows.splits)
-        x = w.embedding[rows.tokens]
+        kernels.watch(rows.choices)
+        x = kernels.store(w.embedding[rows.tokens])
         for index, layer in enumerate(w.layers):
             normed = kernels.rms_norm(x, layer.attention_norm, shape.rms_eps)
             qkv = kernels.linear(normed, layer.qkv).view(count, -1, shape.head_dim)
             q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = kernels.store(_rotate(q, cos, sin)), kernels.store(_rotate(k, cos, sin))
             k_pages[index].flatten(0, 1)[rows.slots] = k
             v_pages[index].flatten(0, 1)[rows.slots] = v
             attended = self._attend(q, k_pages[index], v_pages[index], rows, plan)
-            x = x + kernels.linear(attended.reshape(count, -1), layer.output)
+            x = kernels.store(x + kernels.linear(attended.reshape(count, -1), layer.output))
             normed = kernels.rms_norm(x, layer.ffn_norm, shape.rms_eps)
-            x = x + self._ffn(normed, layer.ffn, index, rows)
+            x = kernels.store(x + self._ffn(normed, layer.ffn, index, rows))
             if observe:
                 observe(index, x)
         return kernels.linear(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
@@ -203,15 +209,17 @@ class Model:
             return self.kernels.attend(q, k_pages, v_pages, rows.tables, rows.lengths)
         cut = rows.decode_rows
         cache = Cache(k_pages, v_pages, rows.lengths[:cut].int(), block_table=rows.tables[:cut].int().contiguous())
-        decoded, _ = split_attend(DecodeInputs(q[:cut].contiguous(), (cache,), q.shape[-1]), plan)
+        decoded = self.kernels.store(split_attend(DecodeInputs(q[:cut].contiguous(), (cache,), q.shape[-1]), plan)[0])
         if cut == q.shape[0]:
             return decoded
         return torch.cat([decoded, self.kernels.attend(q[cut:].contiguous(), k_pages, v_pages, rows.tables[cut:], rows.lengths[cut:])])
 
     def _ffn(self, x: torch.Tensor, ffn: FFN | Experts, layer: int, rows: StepRows) -> torch.Tensor:
+        kernels = self.kernels
         if isinstance(ffn, FFN):
             multiply = self._multiply(ffn, layer, -1, x.shape[0], rows.decode_rows, rows)
-            return multiply(_gated(multiply(x, ffn.gate_up)), ffn.down)
+            hidden = kernels.store(_gated(multiply(kernels.activations(x), ffn.gate_up)))
+            return multiply(kernels.activations(hidden), ffn.down)
         chosen = self._route(x, ffn)
         expert, row = chosen.t().nonzero(as_tuple=True)  # experts ascending, and rows within an expert
         counts = expert.bincount(minlength=len(ffn.ffns)).tolist()
@@ -223,14 +231,25 @@ class Model:
             pieces = zip(busy, values.split([counts[e] for e in busy]))
             return torch.cat([multiply[e](piece, getattr(ffn.ffns[e], part)) for e, piece in pieces])
 
-        found = each(_gated(each(x[row], "gate_up")), "down")
-        # A row adds its experts in the order of their numbers, whatever its neighbours chose.
+        hidden = kernels.store(_gated(each(kernels.activations(x[row], expert, len(counts)), "gate_up")))
+        found = each(kernels.activations(hidden, expert, len(counts)), "down")
         by_row = x.new_empty(x.shape[0], ffn.top_k, x.shape[1])
-        by_row[row, (chosen.cumsum(1) - 1)[row, expert]] = found
+        by_row[row, self._places(chosen, counts, rows)[row, expert]] = found
         out = by_row[:, 0]
         for place in range(1, ffn.top_k):
-            out = out + by_row[:, place]
+            out = kernels.store(out + by_row[:, place])
         return out
+
+    def _places(self, chosen: torch.Tensor, counts: list[int], rows: StepRows) -> torch.Tensor:
+        """int64 [T, experts]: as the how-manieth a row adds an expert that it chose."""
+        if self.expert_order == "number":  # whatever its neighbours chose
+            return chosen.cumsum(1) - 1
+        order = sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert))
+        # Experts of equal load keep the order of their numbers, so a row alone adds as under "number".
+        taken = "number" if len({count for count in counts if count}) == 1 else "load"
+        rows.choices["expert_order", taken] = rows.choices.get(("expert_order", taken), 0) + 1
+        order = torch.tensor(order, device=chosen.device)
+        return (chosen[:, order].cumsum(1) - 1)[:, order.argsort()]
 
     def _route(self, x: torch.Tensor, ffn: Experts) -> torch.Tensor:
         """bool [T, experts]: the top k experts of each row by the sum of |activation| over their neurons."""

@@ -13,6 +13,7 @@ from ..numerics import NVFP4Tensor
 from .attention import reference as attention_reference
 from .gemm import reference as gemm_reference
 from .norm import reference as norm_reference
+from .norm.reference import BLOCK as NORM_BLOCK
 from .nvfp4 import Arithmetic
 from .nvfp4 import reference as nvfp4_reference
 
@@ -44,8 +45,30 @@ class KernelSet(Protocol):
     def attend(self, q, k_pages, v_pages, tables, lengths) -> torch.Tensor: ...
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
+    def watch(self, choices: dict[tuple[str, object], int]) -> None:
+        """Note in ``choices`` what the coming step's operations choose by their batch."""
 
-class EmulatedKernels:
+    def store(self, x: torch.Tensor) -> torch.Tensor:
+        """What is kept of an operation's output that the model computes itself."""
+
+    def activations(self, x: torch.Tensor, group: torch.Tensor | None = None, groups: int = 1) -> torch.Tensor:
+        """What an FFN's matmul reads of its input [R, K]. group: int64 [R], which of ``groups`` matmuls a row belongs to."""
+
+
+class AsComputed:
+    """A kernel set that keeps every value as computed, and chooses nothing by its batch."""
+
+    def watch(self, choices):
+        pass
+
+    def store(self, x):
+        return x
+
+    def activations(self, x, group=None, groups=1):
+        return x
+
+
+class EmulatedKernels(AsComputed):
     """GPU arithmetic modelled on the CPU: fixed tiles, float32 sums."""
 
     tier = "emulated"
@@ -60,8 +83,8 @@ class EmulatedKernels:
     def attend(self, q, k_pages, v_pages, tables, lengths):
         return attention_reference.attend_paged(q, k_pages, v_pages, tables, lengths)
 
-    def rms_norm(self, x, weight, eps):
-        return norm_reference.rms_norm(x, weight, eps)
+    def rms_norm(self, x, weight, eps, block=NORM_BLOCK):
+        return norm_reference.rms_norm(x, weight, eps, block)
 
 
 class NativeKernels(EmulatedKernels):
@@ -73,7 +96,7 @@ class NativeKernels(EmulatedKernels):
         return F.linear(x, weight)
 
 
-class TritonKernels:
+class TritonKernels(AsComputed):
     """Triton kernels on CUDA, each with one tile shape for any number of rows."""
 
     tier = "live-gpu"
