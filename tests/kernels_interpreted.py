@@ -100,6 +100,13 @@ ones = NVFP4Tensor(
 record("rounding to bfloat16", nvfp4.matmul(x, ones, GEMV.but("rounded", activations="bfloat16")),
        odd.bfloat16().double()[:, None].expand(8, 3), 0.0)
 
+# All experts at once: each row's bits are those of its own expert's matmul, whichever arithmetic that one takes.
+counts, arithmetics = [2, 0, 66, 1, 3], [GEMV, GEMM, GEMM, GEMM, GEMV]
+x, experts = random(sum(counts), 48), [quantize(random(20, 48, seed=e)) for e in range(5)]
+found = nvfp4.grouped_matmul(x, nvfp4.stacked(experts), counts, arithmetics, operand=tl.float32)
+alone = [nvfp4.matmul(*case, operand=tl.float32) for case in zip(x.split(counts), experts, arithmetics)]
+results.append({"name": "grouped", "same": torch.equal(found.view(torch.int32), torch.cat(alone).view(torch.int32))})
+
 for m, n, k in ((0, 5, 7), (1, 1, 1), (17, 65, 33), (3, 70, 64)):
     x, w = random(m, k), random(n, k, seed=1)
     bound = k * 2.0**-23 * (x.abs().double() @ w.abs().double().t())

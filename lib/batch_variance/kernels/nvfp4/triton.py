@@ -4,6 +4,8 @@ Both are row-invariant by construction: the GEMV's programs read one row each, t
 split-K. So whatever varies with the batch under a policy is the policy's doing.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -48,12 +50,16 @@ def _weight_tile(codes, scales, n, k_half, N, K, tensor_scale, FOLD: tl.constexp
     return tl.interleave(low, high)
 
 
-@triton.jit(do_not_specialize=["M"])  # one compilation for every row count
-def _gemv(x, codes, scales, tensor_scale_ptr, y, M, N, K,
+@triton.jit
+def _gemv(x, tiles, codes, scales, tensor_scales, y, N, K,
           ROUND_X: tl.constexpr, ROUND_W: tl.constexpr, FOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
+    tile = tiles + tl.program_id(1)  # fields of all tiles, one after another: row, expert
+    row = tl.load(tile).to(tl.int64)
+    expert = tl.load(tile + tl.num_programs(1)).to(tl.int64)
+    codes += expert * N * (K // 2)
+    scales += expert * N * (K // 16)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tensor_scale = tl.load(tensor_scale_ptr)
+    tensor_scale = tl.load(tensor_scales + expert)
     lanes = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -69,52 +75,95 @@ def _gemv(x, codes, scales, tensor_scale_ptr, y, M, N, K,
     tl.store(y + row * N + n, total, mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M"])  # one compilation for every row count
-def _gemm(x, codes, scales, tensor_scale_ptr, y, M, N, K,
+@triton.jit
+def _gemm(x, tiles, codes, scales, tensor_scales, y, N, K,
           ROUND_X: tl.constexpr, ROUND_W: tl.constexpr, FOLD: tl.constexpr, OPERAND: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tiles + tl.program_id(1)  # fields of all tiles, one after another: first row, row to stop at, expert
+    m = tl.load(tile).to(tl.int64) + tl.arange(0, BLOCK_M)
+    stop = tl.load(tile + tl.num_programs(1))
+    expert = tl.load(tile + 2 * tl.num_programs(1)).to(tl.int64)
+    codes += expert * N * (K // 2)
+    scales += expert * N * (K // 16)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tensor_scale = tl.load(tensor_scale_ptr)
+    tensor_scale = tl.load(tensor_scales + expert)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         k_half = start // 2 + tl.arange(0, BLOCK_K // 2)
-        activation = tl.load(x + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+        activation = tl.load(x + m[:, None] * K + k[None, :], mask=(m[:, None] < stop) & (k[None, :] < K), other=0.0)
         if ROUND_X:
             activation = _round_bf16(activation)
         w = _weight_tile(codes, scales, n, k_half, N, K, tensor_scale, FOLD, ROUND_W)
         total = tl.dot(activation.to(OPERAND), tl.trans(w.to(OPERAND)), total, input_precision="ieee")
     if not FOLD:
         total = total * tensor_scale
-    tl.store(y + m[:, None] * N + n[None, :], total, mask=(m[:, None] < M) & (n[None, :] < N))
+    tl.store(y + m[:, None] * N + n[None, :], total, mask=(m[:, None] < stop) & (n[None, :] < N))
+
+
+BLOCK_M = 64
 
 
 def matmul(x: torch.Tensor, weight: NVFP4Tensor, arithmetic: Arithmetic, operand: tl.dtype | None = None) -> torch.Tensor:
-    """float32 [M, N] from contiguous float32 x [M, K] and an NVFP4 weight [N, K] on the same device.
+    """float32 [M, N] from float32 x [M, K] and an NVFP4 weight [N, K] on the same device.
 
     The GEMM multiplies bfloat16 on tensor cores where both operands are bfloat16 and float32 (IEEE, no TF32)
     elsewhere. operand: override of that choice, for the interpreter, whose bfloat16 products are wrong.
     Raises ValueError when shapes do not fit.
     """
-    (M, K), (N, expected) = x.shape, weight.shape
-    if K != expected or x.dtype != torch.float32:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: float32 [M, {expected}] is needed for this weight.")
-    y = torch.empty(M, N, dtype=torch.float32, device=x.device)
-    if M == 0:
-        return y
-    rounds = dict(
-        ROUND_X=arithmetic.activations == "bfloat16",
-        ROUND_W=arithmetic.weights == "bfloat16",
-        FOLD=arithmetic.tensor_scale == "before",
-    )
-    arguments = (x.contiguous(), weight.codes, weight.block_scale, weight.tensor_scale, y, M, N, K)
-    if arithmetic.order == "gemv":
-        _gemv[(triton.cdiv(N, 16), M)](*arguments, **rounds, BLOCK_N=16, BLOCK_K=128, num_warps=4)
-    else:
-        both = rounds["ROUND_X"] and rounds["ROUND_W"]
-        operand = operand or (tl.bfloat16 if both else tl.float32)
-        _gemm[(triton.cdiv(N, 64), triton.cdiv(M, 64))](
-            *arguments, **rounds, OPERAND=operand, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4
+    return grouped_matmul(x, weight, [x.shape[0]], [arithmetic], operand)
+
+
+def grouped_matmul(
+    x: torch.Tensor, weights: NVFP4Tensor, counts: list[int], arithmetics: list[Arithmetic], operand: tl.dtype | None = None
+) -> torch.Tensor:
+    """float32 [R, N]: the first counts[0] rows of x [R, K] times expert 0's weight, by arithmetics[0], and so on.
+
+    weights: an NVFP4 tensor as ``stacked`` makes it, or one expert's alone. One launch for all experts of an arithmetic,
+    and a row's bits are those that ``matmul`` gives it. Raises ValueError when shapes do not fit.
+    """
+    (R, K), (N, half) = x.shape, weights.codes.shape[-2:]
+    if K != 2 * half or x.dtype != torch.float32 or sum(counts) != R:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: float32 [{sum(counts)}, {2 * half}] is needed for this weight.")
+    y = torch.empty(R, N, dtype=torch.float32, device=x.device)
+    arrays = (weights.codes, weights.block_scale, weights.tensor_scale, y, N, K)
+    x = x.contiguous()
+    for arithmetic in dict.fromkeys(arithmetics):
+        mine = tuple(n if other == arithmetic else -n for n, other in zip(counts, arithmetics))
+        if max(mine, default=0) < 1:
+            continue
+        rounds = dict(
+            ROUND_X=arithmetic.activations == "bfloat16",
+            ROUND_W=arithmetic.weights == "bfloat16",
+            FOLD=arithmetic.tensor_scale == "before",
         )
+        if arithmetic.order == "gemv":
+            tiles = _tiles(mine, 1, x.device)
+            _gemv[(triton.cdiv(N, 16), tiles.shape[1])](x, tiles, *arrays, **rounds, BLOCK_N=16, BLOCK_K=128, num_warps=4)
+        else:
+            both = rounds["ROUND_X"] and rounds["ROUND_W"]
+            tiles = _tiles(mine, BLOCK_M, x.device)
+            _gemm[(triton.cdiv(N, 64), tiles.shape[1])](
+                x, tiles, *arrays, **rounds, OPERAND=operand or (tl.bfloat16 if both else tl.float32),
+                BLOCK_M=BLOCK_M, BLOCK_N=64, BLOCK_K=64, num_warps=4)
     return y
+
+
+def stacked(weights: list[NVFP4Tensor]) -> NVFP4Tensor:
+    """Experts' weights of one shape [N, K] as one, its tensors having the experts as first dimension."""
+    return NVFP4Tensor(*(torch.stack([getattr(w, name) for w in weights]) for name in ("codes", "block_scale", "tensor_scale")))
+
+
+@lru_cache(maxsize=4096)
+def _tiles(counts: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
+    """int32 [fields, tiles] for rows in the order of their experts; a negative count is rows to pass over.
+
+    Fields: first row, row to stop at (unless the block is one row), expert.
+    """
+    found, start = [], 0
+    for expert, count in enumerate(counts):
+        stop = start + abs(count)
+        if count > 0:
+            found += [(row, expert) if block == 1 else (row, stop, expert) for row in range(start, stop, block)]
+        start = stop
+    return torch.tensor(list(zip(*found)), dtype=torch.int32, device=device)
