@@ -5,6 +5,8 @@ right after the first that differs which agree again, at the same index, until t
 differ. Either is censored where the text ends first.
 """
 
+import warnings
+
 import numpy as np
 import pandas as pd
 from scipy.stats import CensoredData, ecdf
@@ -30,10 +32,11 @@ def _curve(ended: np.ndarray, censored: np.ndarray, last: int) -> list[tuple[int
     if not len(ended):
         return [(t, 1.0, 1.0, 1.0) for t in time]
     found = ecdf(CensoredData(uncensored=ended, right=censored)).sf
-    bounds = found.confidence_interval(method="log-log")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where nothing is left the log-log bounds are undefined: replaced below
+        bounds = found.confidence_interval(method="log-log")
     step = lambda f: np.array([1.0, *f.probabilities])[np.searchsorted(found.quantiles, time, side="right")]  # noqa: E731
     share, low, high = step(found), step(bounds.low), step(bounds.high)
-    # At survival 0 the log-log bounds are undefined.
     return list(zip(time, share, np.where(np.isnan(low), share, low), np.where(np.isnan(high), share, high)))
 
 
@@ -67,7 +70,7 @@ def span_summary(requests: pd.DataFrame, spans: pd.DataFrame, tokens: int) -> pd
         ended = own[~own.censored]
         rows.append({
             "concurrency": level, "requests": len(part), "diverged": len(own),
-            "median first span": float((reach.share > 0.5).sum()) if (reach.share <= 0.5).any() else np.nan,
+            "median first span": float((reach.share > 0.5).sum() - 1) if (reach.share <= 0.5).any() else np.nan,
             "second span 0": int((ended.second_span == 0).sum()), "median second span": float(ended.second_span.median()),
             "censored": int(own.censored.sum()), "agree after it": float(own.agree_after.mean()),
         })
