@@ -1,7 +1,7 @@
 """Times split-KV decode under the free schedule against the best batch-wide schedule of the same kernel, on CUDA.
 
-Pieces of a fixed number of blocks fold left to right whatever the schedule, so the number of programs and the depth of the load
-pipeline may be tuned for each batch without a bit changing: every tuned launch is held against one program a row.
+Pieces of a fixed number of blocks fold left to right whatever the schedule, so the number of programs may be tuned for
+each batch without a bit changing: every tuned launch is held against one program a row, and against the row alone.
 """
 
 import time
@@ -14,7 +14,7 @@ from ...schedules import BATCH_WIDE, make_plan, one_program_a_row
 from ..recorded import Benchmark
 from ..timing import copies, graph_microseconds
 from .inputs import Cache, DecodeInputs
-from .launch import DevicePlan, Tile, Workspace, default_tile, launch, programs_for
+from .launch import DevicePlan, Workspace, launch, programs_for
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (1024, 8192)
@@ -43,27 +43,24 @@ def _bits(pair) -> tuple[torch.Tensor, torch.Tensor]:
     return pair[0].view(torch.int16), pair[1].view(torch.int32)
 
 
-def _time(sets: list[DecodeInputs], rule: str, programs: int, tile: Tile) -> float:
+def _time(sets: list[DecodeInputs], rule: str, programs: int) -> float:
     calls = []
     for inputs in sets:
         plan = DevicePlan.upload(make_plan(rule, inputs.lengths(PAGE), programs), "cuda")
         work = Workspace.for_slots(plan.plan.num_slots, inputs.heads, inputs.d_v, "cuda")
-        calls.append(lambda i=inputs, p=plan, w=work: launch(i, p, workspace=w, tile=tile))
+        calls.append(lambda i=inputs, p=plan, w=work: launch(i, p, workspace=w))
     return graph_microseconds(calls)
 
 
-def _fastest(sets: list[DecodeInputs], rule: str, stages: tuple[int, ...]) -> tuple[float, int, Tile]:
-    first = default_tile(sets[0])
-    tiles = [Tile(first.heads, first.warps, depth) for depth in stages]
+def _fastest(sets: list[DecodeInputs], rule: str) -> tuple[float, int]:
     fill = programs_for(sets[0], torch.cuda.get_device_properties("cuda").multi_processor_count, per_sm=1)
-    return min(((_time(sets, rule, fill * times, tile), fill * times, tile) for times in (1, 2, 4) for tile in tiles),
-               key=lambda found: found[0])
+    return min((_time(sets, rule, fill * times), fill * times) for times in (1, 2, 4))
 
 
-def _moved(inputs: DecodeInputs, programs: int, rule: str, tile: Tile) -> bool:
+def _moved(inputs: DecodeInputs, programs: int, rule: str) -> bool:
     """Whether the tuned launch has other bits than one program a row, or than the first row alone."""
     plan = make_plan(rule, inputs.lengths(PAGE), programs)
-    found = launch(inputs, plan, tile=tile)
+    found = launch(inputs, plan)
     other = launch(inputs, one_program_a_row(plan))
     alone = launch(inputs.row(0), make_plan(rule, inputs.lengths(PAGE)[:1], programs))
     return not (all(map(torch.equal, _bits(found), _bits(other)))
@@ -86,14 +83,14 @@ def run(folder: Path, budget_seconds: float) -> None:
         size = tokens * 8 * 128 * 2 * 2
         sets = [_inputs(pool, _lengths(batch, longest, kind, seed), seed) for seed in range(copies(size, 8))]
         shape = f"h64 kv8 d128 {longest} {kind}"
-        default, _, _ = _fastest(sets, BATCH_WIDE, (5,))
+        default, _ = _fastest(sets, BATCH_WIDE)
         bench.add("triton", "default", shape, batch, "time", "us", default, default)
         bench.add("triton", "default", shape, batch, "bandwidth", "TB/s", size / default / 1e6, size / default / 1e6)
         line = []
         for chunk in CHUNKS:
             rule = f"free-{chunk}"
-            mine, programs, tile = _fastest(sets, rule, (3, 5))
-            moved += _moved(sets[0], programs, rule, tile)
+            mine, programs = _fastest(sets, rule)
+            moved += _moved(sets[0], programs, rule)
             ratios.setdefault((longest, chunk), []).append(mine / default)
             bench.add("triton", f"invariant-{rule}", shape, batch, "time", "us", mine, default)
             bench.add("triton", f"invariant-{rule}", shape, batch, "bandwidth", "TB/s", size / mine / 1e6, size / default / 1e6)
