@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= report
+# JupyterLab forgets a widget's state on saving unless told otherwise.
+SETTINGS := $(VENV)/share/jupyter/lab/settings
+KEEP_WIDGETS := {"@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": true}}
 # OpenMP's idle threads would spin, which is ruinous where anything else wants the same cores.
 export OMP_WAIT_POLICY ?= passive
 
@@ -22,6 +25,7 @@ $(BIN)/.ready: environment.yml pyproject.toml
 	$(MAKE) --no-print-directory -s pins > $(VENV)/pins.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location -r $(VENV)/pins.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@mkdir -p $(SETTINGS) && echo '$(KEEP_WIDGETS)' > $(SETTINGS)/overrides.json
 	@touch $@
 
 setup: $(BIN)/.ready ## make the environment in .venv

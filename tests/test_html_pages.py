@@ -1,22 +1,27 @@
 """The exported pages: whole in themselves, readable without sight, without scripts, wide and narrow, light and dark."""
 
 import base64
+import hashlib
 import io
 import json
 import re
 import shutil
 import threading
+import zipfile
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from PIL import Image
 
 from batch_variance.reporting.html import without_progress
+from batch_variance.reporting.parameters import read_parameters_file
 from batch_variance.reporting.runner import run_report
 
 PARAMETERS = "threshold = 32  # rows\nmodel: str | None = None  # folder"
@@ -113,8 +118,9 @@ def page(request, report):
 
 
 def test_nothing_is_loaded_from_elsewhere(page):
+    assert [attrs for tag, attrs in page.elements if tag == "script"] == [{}], "one script, inline, ours"
     for tag, attrs in page.elements:
-        assert tag not in ("script", "iframe", "object", "embed"), tag
+        assert tag not in ("iframe", "object", "embed"), tag
         for name, value in attrs.items():
             if name in ("src", "srcset", "data", "poster", "action", "background") or (name == "href" and tag != "a"):
                 assert value.startswith("data:"), (tag, name, value[:80])
@@ -125,6 +131,9 @@ def test_nothing_is_loaded_from_elsewhere(page):
         attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy"
     ]
     assert len(policies) == 1 and "default-src 'none'" in policies[0]
+    script = re.search(r"<script>(.*?)</script>", page.text, re.DOTALL).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policies[0]
 
 
 def test_each_image_has_alt_text(page):
@@ -149,7 +158,7 @@ def test_links_inside_the_report_lead_somewhere(report):
     for name in PAGES:
         for tag, attrs in Page(report / f"{name}.html").elements:
             target = attrs.get("href", "")
-            if tag != "a" or target.startswith("https://example.org"):
+            if tag != "a" or target.startswith(("https://example.org", "data:")):
                 continue
             file, _, anchor = target.partition("#")
             path = report / (file or f"{name}.html")
@@ -222,6 +231,49 @@ def test_the_figures_are_files_too_and_the_index_has_a_thumbnail(report):
     assert small.width <= 480 and len(sources[0]) < 60_000
 
 
+# Data and downloads.
+
+
+def download(path: Path, name: str) -> bytes:
+    """What a page's link that saves ``name`` holds, decoded."""
+    found = [attrs["href"] for tag, attrs in Page(path).elements if tag == "a" and attrs.get("download") == name]
+    assert len(found) == 1, name
+    return base64.b64decode(found[0].split("base64,")[1])
+
+
+def test_each_verdict_leads_to_its_row_in_the_data(report):
+    index = (report / "index.html").read_text()
+    rows = dict(re.findall(r'<tr id="data-([^"]+)">(.*?)</tr>', (report / "01_rows.html").read_text(), re.DOTALL))
+    assert set(rows) == {"01.varies", "01.agrees", "01.crossed"}
+    for id, row in rows.items():
+        assert index.count(f'href="01_rows.html#data-{id}"') == (4 if id == "01.varies" else 3), "a number a link"
+        assert 'href="#table-1"' in row, "the table under the same heading"
+    assert "<td>0.4531</td>" in rows["01.agrees"] and "<td>0.4735</td><td>0.9968</td>" in rows["01.varies"]
+
+
+def test_table_rows_have_addresses_and_csv_in_full_precision(report):
+    page = Page(report / "01_rows.html")
+    ids = [attrs["id"] for _, attrs in page.elements if attrs.get("id", "").startswith("table-")]
+    assert ids == ["table-1", "table-1-row-1", "table-1-row-2"]
+    frame = pd.read_csv(io.BytesIO(download(report / "01_rows.html", "table-1.csv")))
+    assert frame.shape == (2, 9) and frame.iloc[0, 0] == 0.123456
+    assert "0.1235" in page.text
+
+
+def test_the_page_hands_out_notebook_parameters_and_data(report, tmp_path):
+    path = report / "01_rows.html"
+    notebook = nbformat.reads(download(path, "01_rows.ipynb").decode(), as_version=4)
+    assert notebook.cells[0].source.startswith("# Which *rows* vary?") and not any(c.get("outputs") for c in notebook.cells)
+    (tmp_path / "p.yaml").write_bytes(download(path, "01_rows.parameters.yaml"))
+    assert read_parameters_file(tmp_path / "p.yaml") == ("01", {"01.threshold": 16, "01.model": None})
+    with zipfile.ZipFile(io.BytesIO(download(path, "01_rows.data.zip"))) as packed:
+        assert packed.namelist() == ["checks.csv", "table-01-a-wide-table.csv"]
+        checks = pd.read_csv(packed.open("checks.csv")).set_index("id")
+    assert checks.loc["01.varies", ["low", "high"]].tolist() == [0.4735, 0.9968]
+    assert checks.verdict.to_dict() == {"01.varies": "pass", "01.agrees": "fail", "01.crossed": "inconclusive"}
+    assert download(report / "index.html", "checks.csv").decode().count("\n") == 4
+
+
 # A real browser.
 
 
@@ -283,6 +335,53 @@ def test_code_unfolds_by_click_and_by_keyboard(report, browser):
     code.locator("summary").focus()
     page.keyboard.press("Enter")
     assert not code.locator("pre").is_visible()
+    page.context.close()
+
+
+def test_tables_sort_by_click_and_by_keyboard(report, browser):
+    page, _, complaints = open_page(browser, report / "index.html", 1280)
+    names = "[...document.querySelectorAll('.verdicts tbody tr')].map(row => row.cells[0].textContent.trim().slice(1))"
+    heads = page.locator(".verdicts thead th")
+    before = page.evaluate(names)
+    assert before == ["pass", "fail", "inconclusive"]
+    heads.nth(0).locator("button").click()
+    assert page.evaluate(names) == sorted(before) and heads.nth(0).get_attribute("aria-sort") == "ascending"
+    heads.nth(0).locator("button").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(names) == sorted(before, reverse=True) and heads.nth(0).get_attribute("aria-sort") == "descending"
+    heads.nth(2).locator("button").click()  # numbers as numbers: 0.4531, 3, 7
+    assert page.evaluate(names) == ["fail", "inconclusive", "pass"] and heads.nth(0).get_attribute("aria-sort") is None
+    assert complaints == []
+    page.context.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing(report, browser, name, width):
+    """axe-core's rules, none excepted, with the code unfolded."""
+    page, _, _ = open_page(browser, report / f"{name}.html", width)
+    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+    found = Axe().run(page).response["violations"]
+    assert [(one["impact"], one["id"], one["nodes"][0]["html"][:200]) for one in found] == []
+    page.context.close()
+
+
+def test_axe_can_find_something(report, browser, tmp_path):
+    """The control: an image without alt text and a level skipped are found."""
+    text = (report / "index.html").read_text().replace("<main>", '<main><img src="data:,"><h5>x</h5>')
+    (tmp_path / "bad.html").write_text(text)
+    page, _, _ = open_page(browser, tmp_path / "bad.html", 1280)
+    assert {"image-alt", "heading-order"} <= {one["id"] for one in Axe().run(page).response["violations"]}
+    page.context.close()
+
+
+def test_a_page_prints_its_argument(report, browser):
+    """On paper the code and the buttons go, figures and verdicts stay, and nothing is cut off at the side."""
+    page, _, _ = open_page(browser, report / "01_rows.html", 720)
+    page.emulate_media(media="print")
+    assert not page.locator("details.code").first.is_visible() and not page.locator("nav.top").is_visible()
+    assert page.locator("figure.plot img").first.is_visible() and page.locator(".check").first.is_visible()
+    assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     page.context.close()
 
 

@@ -72,14 +72,17 @@ def main():
     "-p", "parameters", multiple=True, metavar="NAME=VALUE",
     help="Set a notebook's parameter, as Python literal or bare string; 01.NAME=VALUE sets it in that notebook only.",
 )  # fmt: skip
-def report(quick, only, device, out, parameters):
+@click.option("-f", "file", metavar="FILE", help="Run what a parameters file names, with its values; -p is stronger.")
+@click.option("--compare", metavar="DIR", help="Say on the index what changed against this report, or summary.json.")
+def report(quick, only, device, out, parameters, file, compare):
     """Run the notebooks and write the HTML report.
 
     Exit status: 0; 1 if a notebook failed or a check's verdict is fail; 2 for input that cannot be used; 130 after
     Ctrl-C.
     """
-    from .reporting.parameters import parse_override
+    from .reporting.parameters import parse_override, read_parameters_file, stronger
     from .reporting.runner import run_report
 
-    overrides = dict(parse_override(text) for text in parameters)
-    sys.exit(run_report(quick=quick, only=only, device=device, out=out, overrides=overrides))
+    named, kept = read_parameters_file(file) if file else (None, {})
+    overrides = stronger(kept, dict(parse_override(text) for text in parameters))
+    sys.exit(run_report(quick, only or named, device, out, overrides, compare_with=compare))

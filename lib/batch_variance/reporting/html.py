@@ -1,9 +1,13 @@
-"""Executed notebooks and the index as HTML pages that are whole in themselves: no script, no request, light or dark.
+"""Executed notebooks and the index as HTML pages that are whole in themselves: no request leaves them, light or dark.
 
 nbconvert walks the notebook; the templates are ours (``templates/``), because its own pull scripts from elsewhere and
-lose alt text. A Content-Security-Policy in each page holds to that whatever a notebook displays.
+lose alt text. The only script is ours, which sorts tables; a Content-Security-Policy in each page admits it by its hash
+and nothing else, whatever a notebook displays.
 """
 
+import base64
+import copy
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from traitlets.config import Config
 
-from .checks import MARKS, MIME, Check, counted, readable, readable_interval
+from .checks import CONTROLS, MARKS, MIME, Check, counted, readable, readable_interval
+from .compare import compare
+from .downloads import checks_csv, data_uri, downloads, tables_of
 from .figures import METADATA
-from .results import Entry, thumbnail
+from .results import Entry, summary, thumbnail
 
 TEMPLATES = Path(__file__).with_name("templates")
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -66,12 +72,12 @@ class PageExporter(HTMLExporter):
     def default_config(self):
         order = [
             MIME,
-            WIDGET,
             "text/html",
             "text/markdown",
             "image/svg+xml",
-            "image/png",
+            "image/png",  # an explorer's static twin, before the control that no kernel would answer
             "image/jpeg",
+            WIDGET,
             "text/latex",
             "text/plain",
         ]
@@ -134,13 +140,24 @@ FILTERS = {
     "is_progress": lambda text: bool(_PROGRESS.search(text or "")),
     "plain_traceback": plain_traceback,
     "alt_text": alt_text,
+    "is_explorer": lambda output: bool(about(output).get("explorer")),
     "readable": readable,
     "readable_interval": readable_interval,
     "counted": counted,
     "duration": duration,
     "as_check": lambda data: Check.model_validate(dict(data)),
 }
-GLOBALS = {"MARKS": MARKS, "STATUS_MARKS": STATUS_MARKS, "TIER_WORDS": TIER_WORDS, "MIME": MIME}
+SCRIPT = (TEMPLATES / "page" / "script.js").read_text(encoding="utf-8")
+SCRIPT_HASH = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+GLOBALS = {
+    "SCRIPT": Markup(SCRIPT),
+    "SCRIPT_HASH": SCRIPT_HASH,
+    "CONTROLS": CONTROLS,
+    "MARKS": MARKS,
+    "STATUS_MARKS": STATUS_MARKS,
+    "TIER_WORDS": TIER_WORDS,
+    "MIME": MIME,
+}
 
 
 def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
@@ -152,8 +169,12 @@ def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
     ):
         exporter.levels.append(1)  # the template gives the page its own first heading
     plan = entry.plan
+    notebook, sections = with_numbered_tables(entry.notebook)
     resources = {
         "page": {
+            "checks": [(one, sections.get(one.id, [])) for one in entry.checks],
+            "checks_href": data_uri("text/csv", checks_csv(entry.checks)),
+            "downloads": downloads(entry, provenance),
             "name": entry.name,
             "title": title,
             "own_heading": bool(exporter.levels),
@@ -166,12 +187,39 @@ def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
             "provenance": provenance,
         }
     }
-    text, _ = exporter.from_notebook_node(entry.notebook, resources=resources)
+    text, _ = exporter.from_notebook_node(notebook, resources=resources)
     return text
 
 
-def index_page(entries: list[Entry], provenance: dict[str, Any]) -> str:
-    """The page that opens a report: verdicts, notebooks, provenance."""
+def with_numbered_tables(notebook: nbformat.NotebookNode) -> tuple[nbformat.NotebookNode, dict[str, list[int]]]:
+    """A copy in which each table has a number, an id a row, and its CSV as a link; and, by check id, the numbers of the
+    tables that stand under the same heading as the check."""
+    notebook = copy.deepcopy(notebook)
+    tables = tables_of(notebook)
+    for one in tables:
+        one["output"].data["text/html"] = _numbered("".join(one["output"].data["text/html"]), one)
+    sections, section = {}, 0
+    for cell in notebook.cells:
+        section += cell.cell_type == "markdown" and bool(re.search(r"^#{1,6} ", cell.source, re.MULTILINE))
+        for output in cell.get("outputs", []):
+            if MIME in output.get("data", {}):
+                sections[output.data[MIME]["id"]] = [one["number"] for one in tables if one["section"] == section]
+    return notebook, sections
+
+
+def _numbered(text: str, one: dict[str, Any]) -> str:
+    number = one["number"]
+    head, start, body = text.partition("<tbody>")
+    rows = iter(range(1, body.count("<tr>") + 1))
+    body = re.sub("<tr>", lambda _: f'<tr id="table-{number}-row-{next(rows)}">', body)
+    head = head.replace("<figure ", f'<figure id="table-{number}" ', 1).replace("<strong>", f"<strong>Table {number}. ", 1)
+    head = head.replace('aria-label="', f'aria-label="Table {number}. ', 1)
+    link = f'<p class="csv"><a download="table-{number}.csv" href="{data_uri("text/csv", one["csv"])}">Table {number} as CSV</a></p>'
+    return f"{head}{start}{body.removesuffix('</figure>')}{link}</figure>"
+
+
+def index_page(entries: list[Entry], provenance: dict[str, Any], earlier: dict[str, Any] | None = None) -> str:
+    """The page that opens a report: verdicts, notebooks, provenance, and what changed against an earlier summary."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES / "page"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -192,8 +240,18 @@ def index_page(entries: list[Entry], provenance: dict[str, Any]) -> str:
     checks = [(entry, one) for entry in entries for one in entry.checks]
     verdicts = {word: sum(one.verdict == word for _, one in checks) for word in MARKS}
     finished = sum(entry.status == "ok" for entry in entries)
+    tiers = {tier: [entry for entry in entries if tier in entry.tiers] for tier in TIER_WORDS}
     page = environment.get_template("report.html.j2")
-    return page.render(rows=rows, checks=checks, verdicts=verdicts, finished=finished, provenance=provenance)
+    return page.render(
+        rows=rows,
+        checks=checks,
+        verdicts=verdicts,
+        finished=finished,
+        provenance=provenance,
+        tiers=tiers,
+        checks_href=data_uri("text/csv", checks_csv([one for _, one in checks])),
+        compared=compare(earlier, summary(entries, provenance)) if earlier is not None else None,
+    )
 
 
 def headline(notebook: nbformat.NotebookNode, entry: Entry) -> tuple[str, Markup]:

@@ -8,6 +8,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
@@ -151,6 +152,31 @@ def parse_override(text: str) -> tuple[str, Any]:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         parsed = value
     return (f"{number.zfill(2)}.{name}" if dot else name), parsed
+
+
+def read_parameters_file(path: Path | str) -> tuple[str, dict[str, Any]]:
+    """A parameters file, as each page hands one out: ``{notebook: {name: value}}``, notebooks by name or number.
+
+    Returns the notebooks' numbers, as ``only`` takes them, and the values as overrides ``NN.name``.
+    Raises BadInput for a file that is missing or of another form.
+    """
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"the parameters file {path} cannot be read ({error.strerror}).") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"the parameters file {path} is not YAML: {' '.join(str(error).split())}") from None
+    whole = isinstance(found, dict) and found and all(isinstance(values, dict) for values in found.values())
+    if not whole or not all(re.fullmatch(r"\d{1,2}(_\w+)?", str(name)) for name in found):
+        raise BadInput(f"the parameters file {path} must map notebooks to values, as in 01_row_threshold: {{threshold: 32}}.")
+    numbers = {name: str(name).split("_")[0].zfill(2) for name in found}
+    values = {f"{numbers[name]}.{key}": value for name, some in found.items() for key, value in some.items()}
+    return ",".join(numbers.values()), values
+
+
+def stronger(kept: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of a parameters file, and over them the command line's, also where those name no notebook."""
+    return {key: value for key, value in kept.items() if key.partition(".")[2] not in given} | dict(given)
 
 
 def make_plans(folder: Path, only: str | None, quick: bool, device: str, overrides: Mapping[str, Any]) -> list[Plan]:

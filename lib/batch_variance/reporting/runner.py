@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..common import BadInput, environment
 from ..common.data import repository, write_atomically, write_text
+from .compare import read_summary
 from .execution import INTERRUPTED, run_notebook
 from .html import index_page, notebook_page
 from .parameters import make_plans
@@ -34,6 +35,7 @@ def run_report(
     out: Path | str = "report",
     overrides: Mapping[str, Any] | None = None,
     notebooks_folder: Path | str | None = None,
+    compare_with: Path | str | None = None,
 ) -> int:
     """Execute notebooks and write their report under ``out``; returns the exit status.
 
@@ -44,6 +46,7 @@ def run_report(
         out: folder for ``NN_name.ipynb`` and ``.html``, ``figures/``, ``index.html`` and ``summary.json``.
         overrides: parameter values by ``name`` or ``NN.name``.
         notebooks_folder: where the notebooks are; the checkout's by default.
+        compare_with: an earlier report's folder or summary.json; the index then says what changed. It may be ``out``.
 
     Returns 0; 1 if a notebook failed or ran out of time or a check's verdict is ``fail``; 130 after Ctrl-C, when
     the kernel is gone, every notebook that had begun has its page, as far as it came, and summary and index say
@@ -52,10 +55,11 @@ def run_report(
     """
     folder = Path(notebooks_folder) if notebooks_folder is not None else repository() / "notebooks"
     out = Path(out).absolute()
+    earlier = read_summary(compare_with) if compare_with is not None else None
     plans = make_plans(folder.absolute(), only, quick, device, overrides or {})
     _check_writable(out, folder.absolute())
     entries = [Entry(plan) for plan in plans]
-    report = Report(out, entries, environment() | {"quick": quick, "device": device})
+    report = Report(out, entries, environment() | {"quick": quick, "device": device}, earlier)
     with _terminated_as_interrupted():
         try:
             report.write()
@@ -76,8 +80,10 @@ def run_report(
 class Report:
     """What is known of the report so far, and how it is written."""
 
-    def __init__(self, out: Path, entries: list[Entry], provenance: dict[str, Any]):
-        self.out, self.entries, self.provenance = out, entries, provenance
+    def __init__(
+        self, out: Path, entries: list[Entry], provenance: dict[str, Any], earlier: dict[str, Any] | None = None
+    ):
+        self.out, self.entries, self.provenance, self.earlier = out, entries, provenance, earlier
         self.started = time.monotonic()
         self.current: Entry | None = None
         provenance["parameters"] = {entry.name: entry.plan.values for entry in entries}
@@ -111,7 +117,7 @@ class Report:
         """Write summary.json and index.html as things stand."""
         self.provenance["seconds"] = round(time.monotonic() - self.started, 2)
         text = json.dumps(summary(self.entries, self.provenance), indent=1, allow_nan=False, ensure_ascii=False)
-        index = index_page(self.entries, self.provenance)
+        index = index_page(self.entries, self.provenance, self.earlier)
         write_text(self.out / "summary.json", text + "\n")
         write_text(self.out / "index.html", index)
 
