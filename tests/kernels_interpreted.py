@@ -11,10 +11,13 @@ import triton.language as tl
 from batch_variance.kernels.attention import triton as attention
 from batch_variance.kernels.attention.reference import attend_float64
 from batch_variance.kernels.gemm import triton as gemm
+from batch_variance.kernels.moe import reference as moe_reference
+from batch_variance.kernels.moe import triton as moe
 from batch_variance.kernels.norm import triton as norm
 from batch_variance.kernels.nvfp4 import GEMM, GEMV
 from batch_variance.kernels.nvfp4 import triton as nvfp4
 from batch_variance.kernels.nvfp4.reference import matmul_float64
+from batch_variance.kernels.sets import PreparedExperts, PreparedNVFP4
 from batch_variance.numerics import NVFP4Tensor, pack, quantize
 
 ARITHMETICS = [
@@ -103,9 +106,15 @@ record("rounding to bfloat16", nvfp4.matmul(x, ones, GEMV.but("rounded", activat
 # All experts at once: each row's bits are those of its own expert's matmul, whichever arithmetic that one takes.
 counts, arithmetics = [2, 0, 66, 1, 3], [GEMV, GEMM, GEMM, GEMM, GEMV]
 x, experts = random(sum(counts), 48), [quantize(random(20, 48, seed=e)) for e in range(5)]
-found = nvfp4.grouped_matmul(x, nvfp4.stacked(experts), counts, arithmetics, operand=tl.float32)
+found = nvfp4.grouped_matmul(x, PreparedExperts([PreparedNVFP4(w) for w in experts]).stacked, counts, arithmetics, operand=tl.float32)
 alone = [nvfp4.matmul(*case, operand=tl.float32) for case in zip(x.split(counts), experts, arithmetics)]
-results.append({"name": "grouped", "same": torch.equal(found.view(torch.int32), torch.cat(alone).view(torch.int32))})
+results.append({"name": "at once", "same": torch.equal(found.view(torch.int32), torch.cat(alone).view(torch.int32))})
+
+for rounded in (False, True):
+    parts = torch.cat([random(9, 12, 300), torch.tensor([0.0, -0.0, 1e38, torch.inf, torch.nan]).repeat(9, 12, 4)], dim=2)
+    found, plain = moe.add_in_turn(parts, rounded), moe_reference.add_in_turn(parts, rounded)
+    same = torch.equal(found.nan_to_num(7.0).view(torch.int32), plain.nan_to_num(7.0).view(torch.int32))
+    results.append({"name": "at once", "same": same and torch.equal(found.isnan(), plain.isnan())})
 
 for m, n, k in ((0, 5, 7), (1, 1, 1), (17, 65, 33), (3, 70, 64)):
     x, w = random(m, k), random(n, k, seed=1)

@@ -8,10 +8,11 @@ from batch_variance.kernels.attention.reference import attend_float64
 from batch_variance.kernels.decode import attend as split_attend
 from batch_variance.kernels.decode import exact, random_inputs
 from batch_variance.kernels.gemm.reference import matmul_float64 as gemm_float64
+from batch_variance.kernels.moe import reference as moe_reference
 from batch_variance.kernels.norm.reference import rms_norm as norm_reference
 from batch_variance.kernels.nvfp4 import GEMM, GEMV, policy
 from batch_variance.kernels.nvfp4.reference import matmul_float64
-from batch_variance.kernels.sets import PreparedNVFP4, kernel_set
+from batch_variance.kernels.sets import PreparedExperts, PreparedNVFP4, kernel_set
 from batch_variance.kernels.tiles import differing_rows
 from batch_variance.numerics import quantize
 from batch_variance.schedules import make_plan
@@ -60,6 +61,23 @@ def test_nvfp4_rows_are_independent(kernels, k, n, arithmetic):
     x, w = random(40, k), weight(k, n)
     x[3], x[5, 0] = torch.nan, torch.inf
     assert differing_rows(lambda rows: kernels.nvfp4(rows, w, arithmetic), x, SIZES) == (0, sum(SIZES))
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [1, 0, 5], [32, 33, 0, 64, 65, 1], [128, 1, 1, 1]], ids=str)
+def test_experts_at_once_give_the_bits_of_each_alone(kernels, counts):
+    x, experts = random(sum(counts), 576), [weight(576, 192, seed=e) for e in range(len(counts))]
+    arithmetics = [policy("default").choose(count) for count in counts]
+    found = kernels.experts(x, PreparedExperts(experts), counts, arithmetics)
+    alone = [kernels.nvfp4(*case) for case in zip(x.split(counts), experts, arithmetics)]
+    assert torch.equal(found.view(torch.int32), torch.cat(alone).view(torch.int32))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_sum_in_one_launch_has_the_bits_of_many(kernels, rounded):
+    parts = random(129, 12, 576)
+    found = kernels.add_in_turn(parts, rounded)
+    assert torch.equal(found.view(torch.int32), moe_reference.add_in_turn(parts, rounded).view(torch.int32))
+    assert kernels.add_in_turn(parts[:0], rounded).shape == (0, 576)
 
 
 def test_the_two_paths_differ(kernels):

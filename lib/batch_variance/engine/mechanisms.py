@@ -199,6 +199,15 @@ class MechanismKernels:
         self._note("row_threshold", arithmetic.name)
         return self.store(self.kernels.nvfp4(x, weight, arithmetic))
 
+    def experts(self, x, weights, counts, arithmetics):
+        for count, arithmetic in zip(counts, arithmetics):
+            if count:
+                self._note("row_threshold", arithmetic.name)
+        return self.store(self.kernels.experts(x, weights, counts, arithmetics))
+
+    def add_in_turn(self, parts: torch.Tensor) -> torch.Tensor:
+        return self.kernels.add_in_turn(parts, self.settings.storage == "bfloat16")
+
     def attend(self, q, k_pages, v_pages, tables, lengths):
         return self.store(self.kernels.attend(q, k_pages, v_pages, tables, lengths))
 

@@ -14,7 +14,7 @@ from ..common import BadInput
 from ..kernels.decode import Cache, DecodeInputs, DevicePlan
 from ..kernels.decode import attend as split_attend
 from ..kernels.nvfp4 import Policy
-from ..kernels.sets import KernelSet, PreparedNVFP4
+from ..kernels.sets import KernelSet, PreparedExperts, PreparedNVFP4
 from ..numerics import BLOCK, quantize
 from ..schedules import Plan
 from .checkpoint import Architecture, architecture, read_weights
@@ -37,6 +37,13 @@ class Experts:
     ffns: list[FFN]
     top_k: int
     router: torch.Tensor
+
+    def __post_init__(self):
+        self.parts = {name: _together([getattr(ffn, name) for ffn in self.ffns]) for name in ("gate_up", "down")}
+
+
+def _together(weights: list[Weight]) -> list[torch.Tensor] | PreparedExperts:
+    return PreparedExperts(weights) if isinstance(weights[0], PreparedNVFP4) else weights
 
 
 @dataclass
@@ -191,11 +198,11 @@ class Model:
         for index, layer in enumerate(w.layers):
             normed = kernels.rms_norm(x, layer.attention_norm, shape.rms_eps)
             qkv = kernels.linear(normed, layer.qkv).view(count, -1, shape.head_dim)
-            q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-            q, k = kernels.store(_rotate(q, cos, sin)), kernels.store(_rotate(k, cos, sin))
+            turned = kernels.store(_rotate(qkv[:, : -shape.kv_heads], cos, sin))
+            q, k, v = turned[:, : shape.heads], turned[:, shape.heads :], qkv[:, -shape.kv_heads :]
             k_pages[index].flatten(0, 1)[rows.slots] = k
             v_pages[index].flatten(0, 1)[rows.slots] = v
-            attended = self._attend(q, k_pages[index], v_pages[index], rows, plan)
+            attended = self._attend(q.contiguous(), k_pages[index], v_pages[index], rows, plan)
             x = kernels.store(x + kernels.linear(attended.reshape(count, -1), layer.output))
             normed = kernels.rms_norm(x, layer.ffn_norm, shape.rms_eps)
             x = kernels.store(x + self._ffn(normed, layer.ffn, index, rows))
@@ -209,36 +216,27 @@ class Model:
             return self.kernels.attend(q, k_pages, v_pages, rows.tables, rows.lengths)
         cut = rows.decode_rows
         cache = Cache(k_pages, v_pages, rows.lengths[:cut].int(), block_table=rows.tables[:cut].int().contiguous())
-        decoded = self.kernels.store(split_attend(DecodeInputs(q[:cut].contiguous(), (cache,), q.shape[-1]), plan)[0])
+        decoded = self.kernels.store(split_attend(DecodeInputs(q[:cut], (cache,), q.shape[-1]), plan)[0])
         if cut == q.shape[0]:
             return decoded
-        return torch.cat([decoded, self.kernels.attend(q[cut:].contiguous(), k_pages, v_pages, rows.tables[cut:], rows.lengths[cut:])])
+        return torch.cat([decoded, self.kernels.attend(q[cut:], k_pages, v_pages, rows.tables[cut:], rows.lengths[cut:])])
 
     def _ffn(self, x: torch.Tensor, ffn: FFN | Experts, layer: int, rows: StepRows) -> torch.Tensor:
         kernels = self.kernels
         if isinstance(ffn, FFN):
-            multiply = self._multiply(ffn, layer, -1, x.shape[0], rows.decode_rows, rows)
+            multiply = self._multiply(ffn, layer, x.shape[0], rows.decode_rows, rows)
             hidden = kernels.store(_gated(multiply(kernels.activations(x), ffn.gate_up)))
             return multiply(kernels.activations(hidden), ffn.down)
         chosen = self._route(x, ffn)
         expert, row = chosen.t().nonzero(as_tuple=True)  # experts ascending, and rows within an expert
         counts = expert.bincount(minlength=len(ffn.ffns)).tolist()
         decode = expert[row < rows.decode_rows].bincount(minlength=len(ffn.ffns)).tolist()
-        busy = [e for e, count in enumerate(counts) if count]
-        multiply = {e: self._multiply(ffn.ffns[e], layer, e, counts[e], decode[e], rows) for e in busy}
-
-        def each(values: torch.Tensor, part: str) -> torch.Tensor:
-            pieces = zip(busy, values.split([counts[e] for e in busy]))
-            return torch.cat([multiply[e](piece, getattr(ffn.ffns[e], part)) for e, piece in pieces])
-
-        hidden = kernels.store(_gated(each(kernels.activations(x[row], expert, len(counts)), "gate_up")))
-        found = each(kernels.activations(hidden, expert, len(counts)), "down")
+        multiply = self._multiply_each(ffn, layer, counts, decode, rows)
+        hidden = kernels.store(_gated(multiply(kernels.activations(x[row], expert, len(counts)), "gate_up")))
+        found = multiply(kernels.activations(hidden, expert, len(counts)), "down")
         by_row = x.new_empty(x.shape[0], ffn.top_k, x.shape[1])
         by_row[row, self._places(chosen, counts, rows)[row, expert]] = found
-        out = by_row[:, 0]
-        for place in range(1, ffn.top_k):
-            out = kernels.store(out + by_row[:, place])
-        return out
+        return kernels.add_in_turn(by_row)
 
     def _places(self, chosen: torch.Tensor, counts: list[int], rows: StepRows) -> torch.Tensor:
         """int64 [T, experts]: as the how-manieth a row adds an expert that it chose."""
@@ -256,14 +254,30 @@ class Model:
         grouped = _gated(self.kernels.linear(x, ffn.router)).abs().view(x.shape[0], len(ffn.ffns), -1).sum(-1)
         return torch.zeros_like(grouped, dtype=torch.bool).scatter_(1, grouped.topk(ffn.top_k, dim=1).indices, True)
 
-    def _multiply(self, ffn: FFN, layer: int, expert: int, count: int, decode_rows: int, rows: StepRows):
-        """The matmul that an FFN of ``count`` rows takes, recorded in the step's trace."""
+    def _multiply(self, ffn: FFN, layer: int, count: int, decode_rows: int, rows: StepRows):
+        """The matmul that a dense FFN of ``count`` rows takes, recorded in the step's trace."""
         if isinstance(ffn.down, torch.Tensor):
-            rows.matmuls.append(MatmulRecord(layer, expert, count, decode_rows, "plain"))
+            rows.matmuls.append(MatmulRecord(layer, -1, count, decode_rows, "plain"))
             return self.kernels.linear
         arithmetic = self.policy.choose(count)
-        rows.matmuls.append(MatmulRecord(layer, expert, count, decode_rows, arithmetic.name))
+        rows.matmuls.append(MatmulRecord(layer, -1, count, decode_rows, arithmetic.name))
         return partial(self.kernels.nvfp4, arithmetic=arithmetic)
+
+    def _multiply_each(self, ffn: Experts, layer: int, counts: list[int], decode: list[int], rows: StepRows):
+        """(rows in the order of their experts, part of the FFN) to their products, each expert's matmul as its own count
+        has it and recorded in the step's trace."""
+        quantized = isinstance(ffn.ffns[0].down, PreparedNVFP4)
+        chosen = [self.policy.choose(count) if quantized else None for count in counts]
+        rows.matmuls += [MatmulRecord(layer, expert, count, decode[expert], kind.name if kind else "plain")
+                         for expert, (count, kind) in enumerate(zip(counts, chosen)) if count]
+
+        def multiply(values: torch.Tensor, part: str) -> torch.Tensor:
+            if quantized:
+                return self.kernels.experts(values, ffn.parts[part], counts, chosen)
+            pieces = zip(values.split(counts), ffn.parts[part])
+            return torch.cat([self.kernels.linear(piece, weight) for piece, weight in pieces if piece.shape[0]])
+
+        return multiply
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ All but `native` are row-invariant in every operation, so that under them a batc
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from ..numerics import NVFP4Tensor
 from .attention import reference as attention_reference
 from .gemm import reference as gemm_reference
+from .moe import reference as moe_reference
 from .norm import reference as norm_reference
 from .norm.reference import BLOCK as NORM_BLOCK
 from .nvfp4 import Arithmetic
@@ -34,6 +36,19 @@ class PreparedNVFP4:
         return self.unpacked[key]
 
 
+class PreparedExperts:
+    """The NVFP4 weights of the experts of one layer, all of one shape."""
+
+    def __init__(self, each: list[PreparedNVFP4]):
+        self.each = each
+
+    @cached_property
+    def stacked(self) -> NVFP4Tensor:
+        """All of them as one, the experts being the tensors' first dimension."""
+        parts = ("codes", "block_scale", "tensor_scale")
+        return NVFP4Tensor(*(torch.stack([getattr(w.weight, part) for w in self.each]) for part in parts))
+
+
 class KernelSet(Protocol):
     """What the engine calls. Shapes as in the operations' own modules."""
 
@@ -42,6 +57,12 @@ class KernelSet(Protocol):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
     def nvfp4(self, x: torch.Tensor, weight: PreparedNVFP4, arithmetic: Arithmetic) -> torch.Tensor: ...
+    def experts(
+        self, x: torch.Tensor, weights: PreparedExperts, counts: list[int], arithmetics: list[Arithmetic]
+    ) -> torch.Tensor:
+        """[R, N]: ``nvfp4`` of each expert's own rows; the first counts[0] rows of x are expert 0's, and so on."""
+
+    def add_in_turn(self, parts: torch.Tensor, bfloat16: bool = False) -> torch.Tensor: ...
     def attend(self, q, k_pages, v_pages, tables, lengths) -> torch.Tensor: ...
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -66,6 +87,13 @@ class AsComputed:
 
     def activations(self, x, group=None, groups=1):
         return x
+
+    def experts(self, x, weights, counts, arithmetics):
+        pieces = zip(x.split(counts), weights.each, arithmetics)
+        return torch.cat([self.nvfp4(*piece) for piece in pieces if piece[0].shape[0]])
+
+    def add_in_turn(self, parts, bfloat16=False):
+        return moe_reference.add_in_turn(parts, bfloat16)
 
 
 class EmulatedKernels(AsComputed):
@@ -105,14 +133,18 @@ class TritonKernels(AsComputed):
     def __init__(self):
         from .attention import triton as attention
         from .gemm import triton as gemm
+        from .moe import triton as moe
         from .norm import triton as norm
         from .nvfp4 import triton as nvfp4
 
-        self._nvfp4 = nvfp4.matmul
+        self._nvfp4, self._grouped, self.add_in_turn = nvfp4.matmul, nvfp4.grouped_matmul, moe.add_in_turn
         self.linear, self.attend, self.rms_norm = gemm.matmul, attention.attend_paged, norm.rms_norm
 
     def nvfp4(self, x, weight, arithmetic):
         return self._nvfp4(x, weight.weight, arithmetic)
+
+    def experts(self, x, weights, counts, arithmetics):
+        return self._grouped(x, weights.stacked, counts, arithmetics)
 
 
 def kernel_set(device: torch.device) -> KernelSet:

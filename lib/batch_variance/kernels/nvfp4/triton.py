@@ -119,7 +119,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """float32 [R, N]: the first counts[0] rows of x [R, K] times expert 0's weight, by arithmetics[0], and so on.
 
-    weights: an NVFP4 tensor as ``stacked`` makes it, or one expert's alone. One launch for all experts of an arithmetic,
+    weights: the experts' weights with the experts as the tensors' first dimension, or one expert's alone. One launch for all experts of an arithmetic,
     and a row's bits are those that ``matmul`` gives it. Raises ValueError when shapes do not fit.
     """
     (R, K), (N, half) = x.shape, weights.codes.shape[-2:]
@@ -143,15 +143,10 @@ def grouped_matmul(
         else:
             both = rounds["ROUND_X"] and rounds["ROUND_W"]
             tiles = _tiles(mine, BLOCK_M, x.device)
-            _gemm[(triton.cdiv(N, 64), tiles.shape[1])](
+            _gemm[(triton.cdiv(N, 16), tiles.shape[1])](
                 x, tiles, *arrays, **rounds, OPERAND=operand or (tl.bfloat16 if both else tl.float32),
-                BLOCK_M=BLOCK_M, BLOCK_N=64, BLOCK_K=64, num_warps=4)
+                BLOCK_M=BLOCK_M, BLOCK_N=16, BLOCK_K=64, num_warps=4)
     return y
-
-
-def stacked(weights: list[NVFP4Tensor]) -> NVFP4Tensor:
-    """Experts' weights of one shape [N, K] as one, its tensors having the experts as first dimension."""
-    return NVFP4Tensor(*(torch.stack([getattr(w, name) for w in weights]) for name in ("codes", "block_scale", "tensor_scale")))
 
 
 @lru_cache(maxsize=4096)
