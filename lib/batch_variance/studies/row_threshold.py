@@ -6,7 +6,6 @@ row-invariant, so what varies is the policy's doing; `base_operations` is the co
 """
 
 import itertools
-import json
 import multiprocessing
 import os
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -22,9 +21,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from tqdm.auto import tqdm
 
-from ..common import BadInput, Rate, data_path, resolve_device, write_atomically
+from ..common import BadInput, Rate, resolve_device
 from ..common.devices import simulated_tier
-from ..common.provenance import GPU_COLUMNS, gpu_columns
 from ..engine import ChatTokenizer, EngineConfig, Load, Model, Run, hf_folder, load_weights, serve
 from ..engine.experts import SPLITS, perplexity, prompt_logits, python_docs, split_for
 from ..kernels.nvfp4 import GEMM, GEMV, POLICY_NAMES, policy
@@ -33,6 +31,8 @@ from ..kernels.sets import KernelSet, NativeKernels, kernel_set
 from ..kernels.tiles import differing_rows
 from ..numerics import row_scaled_ulp, ulp_distance
 from .parameters import StudyParameters
+from .recordings import recorded_source, recorded_table, save_tables, without_columns  # noqa: F401 (recorded_source: for the notebook)
+from .texts import first_divergence, read_prompts
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65)
 RECORDED = "row_threshold"
@@ -100,24 +100,6 @@ class Parameters(StudyParameters):
         if self.ffn == "moe" and self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
         return self
-
-
-def read_prompts(path: str) -> list[str]:
-    """A JSON list of texts; "" is the shipped one. Raises BadInput when the file is missing or something else."""
-    file = Path(path) if path else data_path("prompts.json")
-    try:
-        text = file.read_bytes()
-    except FileNotFoundError:
-        raise BadInput(f"there is no file {file}: give a JSON list of prompts, or '' for the shipped ones.") from None
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror}): give a JSON list, or '' for the shipped one.") from None
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise BadInput(f"{file} is not JSON: give a list of strings.") from None
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text.strip() for text in found):
-        raise BadInput(f"{file} holds no list of texts: give a JSON list of at least one string, none of them blank.")
-    return found
 
 
 @dataclass
@@ -230,12 +212,6 @@ def native_summary(frame: pd.DataFrame) -> pd.DataFrame:
             "exact ties": int(part.exact_ties.sum()), "re-run same": bool(part.rerun_same.all()),
         })
     return pd.DataFrame(rows).sort_values(["dtype", "oneDNN"], ascending=[False, False]).reset_index(drop=True)
-
-
-def first_divergence(a: list[int], b: list[int]) -> int:
-    """Index of the first token that differs, -1 when the texts are the same."""
-    split = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    return -1 if split == len(a) == len(b) else split
 
 
 # --- Controls ---------------------------------------------------------------------------------------------------------
@@ -544,29 +520,15 @@ _STAMP = ("ffn", "model", "label", "threshold")
 
 def save(setup: Setup, tables: dict[str, pd.DataFrame], folder: str | Path) -> list[Path]:
     """Write each table as ``<folder>/row_threshold_<ffn>_<name>.csv`` with what ran beside every row; "" writes none."""
-    if not folder:
-        return []
-    stamp = dict(zip(_STAMP, (setup.p.ffn, setup.p.model, setup.weights.label, setup.p.threshold))) | gpu_columns()
-    written = []
-    for name, frame in tables.items():
-        path = Path(folder) / f"{RECORDED}_{setup.p.ffn}_{name}.csv"
-        written.append(write_atomically(path, partial(frame.assign(**stamp).to_csv, index=False)))
-    return written
+    stamp = dict(zip(_STAMP, (setup.p.ffn, setup.p.model, setup.weights.label, setup.p.threshold)))
+    return save_tables(f"{RECORDED}_{setup.p.ffn}", tables, folder, stamp)
 
 
 def recorded(name: str, ffn: str) -> pd.DataFrame:
     """A table recorded on a GPU, empty where none is committed."""
-    path = data_path("recorded", f"{RECORDED}_{ffn}_{name}.csv")
-    return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+    return recorded_table(f"{RECORDED}_{ffn}", name)
 
 
 def unstamped(frame: pd.DataFrame) -> pd.DataFrame:
     """A recorded table without the columns that say what ran."""
-    return frame.drop(columns=[name for name in (*_STAMP, *GPU_COLUMNS, "solo_texts_differ") if name in frame])
-
-
-def recorded_source(frame: pd.DataFrame) -> str:
-    """One sentence on where a recorded table comes from."""
-    row = frame.iloc[0]
-    return (f"Recorded on {row.gpu} (driver {row.driver}, torch {row.torch}, triton {row.triton}) on {row.date}, "
-            f"commit {row.commit}; {row.label}.")
+    return without_columns(frame, *_STAMP, "solo_texts_differ")
