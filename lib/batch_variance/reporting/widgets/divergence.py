@@ -76,8 +76,8 @@ def side_by_side(part: pd.DataFrame) -> str:
             f'<th scope="col" style="text-align:left">together</th></tr></thead><tbody><tr>{"".join(cells)}</tr></tbody></table>')
 
 
-def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str = "divergence-explorer") -> None:
-    """Display the explorer.
+def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str = "divergence-explorer") -> str:
+    """Display the explorer; returns a sentence on what its twin shows.
 
     tokens: a row a (prompt, concurrency, position): ``prompt`` (text or number), ``concurrency``, ``position`` (from 0),
     ``alone`` and ``together`` (the token's text, as it is joined), ``margin_alone`` and ``margin_together`` (top-1 minus
@@ -97,7 +97,7 @@ def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str
         said.append(f"{_short(one)}: {words(part, level)}")
     kept = [name for name in ("state", "position", "margin_alone", "margin_together", "same", "noise") if name in states[0]]
     twin = plots.divergences(pd.concat(states, ignore_index=True)[kept])
-    present(live, twin, name, "Margins along the text. " + " ".join(said), tier, n)
+    return present(live, twin, name, " ".join(said), tier, n)
 
 
 def _short(prompt) -> str:

@@ -76,8 +76,8 @@ def canvas(width: float, height: float) -> Figure:
     return fig
 
 
-def present(explorer: Explorer, twin: Figure, name: str, alt: str, tier: str, n: int | str) -> None:
-    """Display the live control and its twin as one output.
+def present(explorer: Explorer, twin: Figure, name: str, alt: str, tier: str, n: int | str) -> str:
+    """Display the live control and its twin as one output; returns the twin's alt text, for the sentence below it.
 
     JupyterLab shows the control; a page, or a viewer without a kernel, the twin, which is a figure like any other.
     """
@@ -85,6 +85,7 @@ def present(explorer: Explorer, twin: Figure, name: str, alt: str, tier: str, n:
     data |= {key: value for key, value in explorer.view._repr_mimebundle_().items() if key != "text/plain"}
     metadata[METADATA]["explorer"] = True
     display(data, metadata=metadata, raw=True)
+    return alt
 
 
 def _png(fig: Figure) -> bytes:

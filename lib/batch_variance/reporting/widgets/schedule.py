@@ -98,8 +98,9 @@ class ScheduleExplorer(Explorer):
                 f"{segments.part.nunique()} SM parts work, the last until block time {int(segments.stop.max()) if len(segments) else 0}.")
 
 
-def schedule_explorer(p, name: str = "schedule-explorer") -> None:
-    """Display the explorer, starting from a study's parameters (lengths or a distribution, SM parts, block size, rule).
+def schedule_explorer(p, name: str = "schedule-explorer") -> str:
+    """Display the explorer; returns a sentence on what its twin shows. It starts from a study's
+    parameters (lengths or a distribution, SM parts, block size, rule).
 
     p: ``studies.split_scheduler.Parameters``. Schedules are exact integers everywhere, but the tier says emulated: no
     GPU has run them here. Raises BadInput as the schedules do.
@@ -115,6 +116,5 @@ def schedule_explorer(p, name: str = "schedule-explorer") -> None:
     segments = pd.concat([one.assign(state=label) for label, one, _ in found], ignore_index=True)
     pieces = pd.concat([one.assign(state=label) for label, _, one in found], ignore_index=True)
     count = pieces[pieces.case == "in the batch"].groupby("state", sort=False).size()
-    alt = "Four states of the schedule explorer. Pieces of a row of " + f"{p.longest:,} tokens: " + "; ".join(
-        f"{label}, {pieces_here}" for label, pieces_here in count.items()) + "."
-    present(live, plots.schedules(segments, pieces, p.num_sm_parts), name, alt, "emulated", f"{len(cases)} states")
+    words = f"Pieces that a row of {p.longest:,} tokens is cut into: " + "; ".join(f"{label}: {n}" for label, n in count.items()) + "."
+    return present(live, plots.schedules(segments, pieces, p.num_sm_parts), name, words, "emulated", f"{len(cases)} states")

@@ -1,56 +1,14 @@
 """The threshold explorer: how many rows of a step fall to each expert, and which expert crosses the threshold."""
 
-from dataclasses import dataclass
-
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ...common import BadInput
+from ...studies.row_threshold_routing import Routing
 from ..plots import explorers as plots
 from .explorer import Explorer, canvas, choice, present, slider
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What the router saw. scores: float [layers, rows, groups], the sum of |activation| over each smallest group of
-    neurons, in the order of the experts; layers: their numbers; prompt: int [rows], which prompt a row belongs to, rows
-    in order; label: the model in words."""
-
-    scores: np.ndarray
-    layers: list[int]
-    prompt: np.ndarray
-    label: str
-
-    @property
-    def expert_counts(self) -> list[int]:
-        """Numbers of experts that neighbouring groups can be joined into."""
-        groups = self.scores.shape[-1]
-        return [count for count in range(2, min(groups, 128) + 1) if groups % count == 0]
-
-    def step_rows(self, requests: int, tokens: int) -> np.ndarray:
-        """Rows of a step of ``requests`` requests with ``tokens`` tokens each.
-
-        Request r is prompt r modulo their number. Those beyond the prompts start elsewhere in the same text, and a
-        prompt shorter than ``tokens`` starts again: the rows are real hidden states, their neighbours an assumption.
-        """
-        found = [np.flatnonzero(self.prompt == number) for number in dict.fromkeys(self.prompt.tolist())]
-        rows = []
-        for request in range(requests):
-            mine = found[request % len(found)]
-            start = 7 * (request // len(found))
-            rows.append(mine[(start + np.arange(tokens)) % len(mine)])
-        return np.concatenate(rows)
-
-    def rows_per_expert(self, layer: int, requests: int, tokens: int, experts: int, top_k: int) -> pd.DataFrame:
-        """expert, rows: every row goes to the ``top_k`` experts of largest score. Raises BadInput for a top-k that does
-        not fit."""
-        if not 1 <= top_k <= experts:
-            raise BadInput(f"top-k is {top_k}, but there are {experts} experts: give 1 to {experts}.")
-        scores = self.scores[self.layers.index(layer), self.step_rows(requests, tokens)]
-        joined = scores.reshape(len(scores), experts, -1).sum(-1)
-        chosen = np.argpartition(-joined, top_k - 1, axis=1)[:, :top_k]
-        return pd.DataFrame({"expert": np.arange(experts), "rows": np.bincount(chosen.ravel(), minlength=experts)})
+STATES = ((8, 1), (32, 1), (32, 4))  # (requests, tokens of each) that the twin shows
 
 
 class ThresholdExplorer(Explorer):
@@ -95,21 +53,20 @@ def words(rows: pd.DataFrame, requests: int, tokens: int, top_k: int, threshold:
             f" and {'cross' if total > threshold else 'stay below'}.")
 
 
-def threshold_explorer(routing: Routing, p, tier: str, name: str = "threshold-explorer") -> None:
-    """Display the explorer. p: notebook 01's parameters (threshold, experts, top_k); tier: of the run that routed."""
+def threshold_explorer(routing: Routing, p, tier: str, name: str = "threshold-explorer") -> str:
+    """Display the explorer; returns a sentence on what its twin shows.
+
+    p: notebook 01's parameters (threshold, experts, top_k); tier: of the run that routed.
+    """
     live = ThresholdExplorer(routing, p.threshold, p.experts, p.top_k)
-    experts, top_k = live.values["experts"], live.values["top_k"]
-    layer = live.values["layer"]
-    few = max(top_k // 3, 1)
-    cases = [(requests, tokens, k) for k in dict.fromkeys((top_k, few)) for requests, tokens in ((8, 1), (32, 1), (32, 8))]
-    states = pd.concat(
-        [
-            routing.rows_per_expert(layer, requests, tokens, experts, k).assign(state=f"{requests} requests x {tokens}, top-{k}")
-            for requests, tokens, k in cases
-        ],
-        ignore_index=True,
-    )
-    over = states[states.rows > p.threshold].groupby("state").size()
-    alt = f"Rows per expert of layer {layer} in {len(cases)} states; experts above {p.threshold} rows: " + "; ".join(
-        f"{name}, {int(over.get(name, 0))} of {experts}" for name in dict.fromkeys(states.state)) + "."
-    present(live, plots.expert_rows(states, p.threshold), name, alt, tier, f"{len(routing.prompt)} rows of {len(set(routing.prompt.tolist()))} prompts")
+    experts, top_k, layer = (live.values[key] for key in ("experts", "top_k", "layer"))
+    cases = [(requests, tokens, k) for k in dict.fromkeys((top_k, max(top_k // 3, 1))) for requests, tokens in STATES]
+    found = {
+        f"{requests} requests x {tokens}, top-{k}": routing.rows_per_expert(layer, requests, tokens, experts, k)
+        for requests, tokens, k in cases
+    }
+    over = "; ".join(f"{state}: {int((rows.rows > p.threshold).sum())}" for state, rows in found.items())
+    words = f"Experts of {experts} in layer {layer} with more than {p.threshold} rows, by requests x tokens of each: {over}."
+    states = pd.concat([rows.assign(state=state) for state, rows in found.items()], ignore_index=True)
+    count = f"{len(routing.prompt)} rows of {len(set(routing.prompt.tolist()))} prompts"
+    return present(live, plots.expert_rows(states, p.threshold), name, words, tier, count)

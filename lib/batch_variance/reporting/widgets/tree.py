@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ...common import BadInput
-from ...schedules import make_plan
+from ...schedules import BATCH_WIDE, make_plan
 from ..plots import explorers as plots
 from .explorer import Explorer, canvas, choice, present
 
@@ -94,8 +94,8 @@ class TreeExplorer(Explorer):
         return fig, words(first, self._trees[first], second, self._trees[second])
 
 
-def tree_explorer(trees: Mapping[str, Tree], tier: str, n: int | str, pairs: list[tuple[str, str]] | None = None, name: str = "tree-explorer") -> None:
-    """Display the explorer.
+def tree_explorer(trees: Mapping[str, Tree], tier: str, n: int | str, pairs: list[tuple[str, str]] | None = None, name: str = "tree-explorer") -> str:
+    """Display the explorer; returns a sentence on what its twin shows.
 
     trees: two or more by name, of the same terms. pairs: those that the static twin shows; the first pair is where the
     explorer starts. Default: the first tree against each of the next two. Raises BadInput for fewer than two trees, a
@@ -113,8 +113,8 @@ def tree_explorer(trees: Mapping[str, Tree], tier: str, n: int | str, pairs: lis
     for first, second in pairs:
         for one, other in ((first, second), (second, first)):
             frames.append(lines_of(trees[one], trees[other]).assign(pair=f"{first} | {second}", tree=one))
-    alt = "Pairs of reduction trees. " + " ".join(words(a, trees[a], b, trees[b]) for a, b in pairs)
-    present(live, plots.tree_pairs(pd.concat(frames, ignore_index=True)), name, alt, tier, n)
+    alt = " ".join(words(a, trees[a], b, trees[b]) for a, b in pairs)
+    return present(live, plots.tree_pairs(pd.concat(frames, ignore_index=True)), name, alt, tier, n)
 
 
 def fold_trees(p, batches: tuple[int, ...] = (1, 8, 64)) -> dict[str, Tree]:
@@ -123,7 +123,6 @@ def fold_trees(p, batches: tuple[int, ...] = (1, 8, 64)) -> dict[str, Tree]:
     p: ``studies.split_scheduler.Parameters``. A term is a block; a piece adds its blocks one after another, and pieces
     fold left to right. What a kernel does inside a block is left out.
     """
-    from ...schedules import BATCH_WIDE
     from ...studies.split_scheduler import batch_lengths
 
     found = {}
