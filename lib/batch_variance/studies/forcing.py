@@ -146,14 +146,18 @@ class _Comparing:
         return Measured(positions.sort_values(["request", "position"], ignore_index=True), values.assign(**cell))
 
 
-def measure(model: Model, prompts: list[list[int]], reference: Solo, load: Load, config: EngineConfig, cell: dict) -> Measured:
+def measure(model: Model, prompts: list[list[int]], reference: Solo, load: Load, config: EngineConfig, cell: dict,
+            forced: bool = True) -> Measured:
     """Serve ``load``, each request forced to its prompt's text alone, and compare every position with that text's.
 
     positions has request, prompt, position; margin (of the two largest logits) and solo_margin; best_logit, second_logit:
     the logits of the candidates that were best and second alone; chosen: the largest logit's token; flipped: it is not the
     one chosen alone; third: it is neither candidate; noise: change of the candidates' difference; and per kind the row's
     median and largest row-scaled ULP and share of values with other bits. ``cell`` names the rows of both tables.
+    forced=False leaves texts free: then only positions up to a request's first flip have the context that they are
+    compared with.
     """
     comparing = _Comparing(reference)
-    serve(model, prompts, load, config, build=partial(ForcedEngine, texts=reference.texts, notice=comparing))
+    texts = reference.texts if forced else {}
+    serve(model, prompts, load, config, build=partial(ForcedEngine, texts=texts, notice=comparing))
     return comparing.measured(cell)

@@ -21,13 +21,13 @@ def survival(requests: pd.DataFrame, tokens: int) -> pd.DataFrame:
     rows = []
     for level, part in requests.groupby("concurrency"):
         split = part.first_divergence.to_numpy()
-        curve = _curve(split[split >= 0] + 1, np.full((split < 0).sum(), tokens), tokens)
-        rows += [{"concurrency": level, "tokens": t, "share": s, "low": low, "high": high} for t, s, low, high in curve]
+        found = curve(split[split >= 0] + 1, np.full((split < 0).sum(), tokens), tokens)
+        rows += [{"concurrency": level, "tokens": t, "share": s, "low": low, "high": high} for t, s, low, high in found]
     return pd.DataFrame(rows)
 
 
-def _curve(ended: np.ndarray, censored: np.ndarray, last: int) -> list[tuple[int, float, float, float]]:
-    """(t, survival, low, high) for t = 0 ... last."""
+def curve(ended: np.ndarray, censored: np.ndarray, last: int) -> list[tuple[int, float, float, float]]:
+    """Kaplan-Meier survival as (t, share, low, high) for t = 0 ... last. ended, censored: when."""
     time = range(last + 1)
     if not len(ended):
         return [(t, 1.0, 1.0, 1.0) for t in time]

@@ -1,0 +1,208 @@
+"""What notebook 03's tables say: verdicts with their controls, and sentences with the numbers in them.
+
+Every function reads the tables of `studies.concurrency.tables`, live or recorded alike.
+"""
+
+import math
+
+import pandas as pd
+
+from ..common import Rate
+from .concurrency import Setup, Tables
+from .parity import GAP, MISMATCH, NOISE, SHARE
+
+SHRINKS = 0.1  # a median margin moved by less than this share is called unmoved
+_NEIGHBOURS = "neighbours' correlation"
+SMALLEST = 5  # distinct divergences below which nothing is said about where they are
+
+
+def describe(setup: Setup) -> str:
+    """Which model runs on what, in a sentence or two."""
+    p, lengths = setup.p, sorted(map(len, setup.prompts))
+    where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
+    return (f"Model: `{p.model}`, {setup.label}. Logits are compared in {p.logits}. {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
+            f"{p.tokens} tokens generated each. Evidence tier: {setup.tier} ({where}).")
+
+
+def _fact(tables: Tables, name: str) -> float:
+    return float(tables["facts"].set_index("name").value.loc[name])
+
+
+def _true(tables: Tables, name: str) -> bool:
+    return bool(_fact(tables, name))
+
+
+def _batched(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[frame.concurrency > 1]
+
+
+def _changed(tables: Tables) -> Rate:
+    part = _batched(tables["outputs"])
+    part = part[part.run.isin(["A", "B"])]
+    return Rate(int(part["differ from alone"].sum()), int(part.requests.sum()))
+
+
+def _twin(tables: Tables) -> Rate:
+    part = _batched(tables["outputs"])
+    part = part[part.run == "twin"]
+    return Rate(int(part["differ from alone"].sum()), int(part.requests.sum()))
+
+
+def _alone_twice(tables: Tables) -> Rate:
+    part = tables["pairs"]
+    part = part[part.concurrency == 1]
+    return Rate(int(part["differ between A and B"].sum()), int(part.requests.sum()))
+
+
+# --- Texts ---
+
+
+def outputs_sentence(tables: Tables) -> str:
+    part = _batched(tables["outputs"])
+    part = part[part.run.isin(["A", "B"])].groupby("concurrency")[["differ from alone", "requests", "co-resident rows"]].agg({"differ from alone": "sum", "requests": "sum", "co-resident rows": "mean"})
+    said = [f"{row['differ from alone'] / row.requests:.1%} at {level} ({row['co-resident rows']:.0f} co-resident rows)" for level, row in part.iterrows()]
+    return (f"Requests whose text differs from the prompt alone: {', '.join(said)}; in all {_changed(tables)}. "
+            f"The twin, every mechanism off: {_twin(tables)}.")
+
+
+def pairs_sentence(tables: Tables) -> str:
+    part = _batched(tables["pairs"])
+    said = [f"{row.exact_match:.1%} at {row.concurrency}" for row in part.rename(columns={"exact match": "exact_match"}).itertuples()]
+    return f"Two runs of the same engine, which differ in arrival jitter only, give the same text for {', '.join(said)}. gllm issue 98 reports 75% at 8 and 42% at 32."
+
+
+def trend_sentence(tables: Tables) -> str:
+    p, low, high = (_fact(tables, f"trend {name}") for name in ("p", "lowest", "highest"))
+    if math.isnan(p):
+        return "Whether the rate rises with concurrency cannot be said: nothing differed, or one concurrency above 1 was served."
+    rises = "rises" if p < 0.05 else "is not shown to rise"
+    return (f"The share that differs {rises} with concurrency: {low:.1%} at the lowest above 1, {high:.1%} at the highest (permutation within prompts, one-sided p = {p:.2g}). "
+            "A mechanism that acts as soon as two requests share a step need not act more often with more of them.")
+
+
+def text_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
+    changed, twin, alone = _changed(tables), _twin(tables), _alone_twice(tables)
+    rows = tables["outputs"].groupby("concurrency")["co-resident rows"].mean()
+    shared = bool(rows[rows.index > 1].min() > rows.loc[1])
+    return [
+        {"id": f"{prefix}.texts-depend", "claim": "With the mechanisms on, some request's text depends on its batch", "holds": changed.events > 0, "value": changed.events, "expected": "> 0",
+         "n": changed.trials, "interval": changed.interval, "negative_control": alone.events == 0 and twin.events == 0, "positive_control": _fact(tables, "positions moved") > 0, "occurred": shared},
+        {"id": f"{prefix}.twin-invariant", "claim": "With every mechanism off, no request's text depends on its batch", "holds": twin.events == 0, "value": twin.events, "expected": 0,
+         "n": twin.trials, "interval": twin.interval, "negative_control": alone.events == 0, "positive_control": changed.events > 0, "occurred": shared},
+    ]
+
+
+# --- Bits ---
+
+
+def ulp_sentence(tables: Tables) -> str:
+    part = _batched(tables["ulp"])
+    first, last = part.iloc[0], part.iloc[-1]
+    same = tables["ulp"][tables["ulp"].concurrency == 1].iloc[0]
+    return (f"On the same text, {last['hidden: other bits']:.0%} of the final hidden state's values and {last['logits: other bits']:.0%} of the logits have other bits at concurrency "
+            f"{last.concurrency} (median position); {first['hidden: other bits']:.0%} and {first['logits: other bits']:.0%} at {first.concurrency}. A position's largest logit difference is "
+            f"{last['logits: largest ULP, median']:.2g} row-scaled ULP in the median and {last['logits: largest ULP']:.2g} at most. Forced alone, {same['positions moved']:.0%} of {same.positions:,} positions moved.")
+
+
+# --- Margins ---
+
+
+def margins_sentence(tables: Tables) -> str:
+    ratios = _batched(tables["ratios"])
+    far = ratios.loc[(ratios.ratio - 1).abs().idxmax()]
+    said = (f"Of the same positions, {ratios['margins that moved'].max():.0%} of the margins move at the most, but their median does not shrink: over all concurrencies it is furthest off at {far.concurrency}, "
+            f"{far.ratio:.3f} times that alone ({far.low:.3f} to {far.high:.3f}).")
+    if not _fact(tables, "places"):
+        return said + " No text diverged, so there is no margin at a divergence to look at."
+    return said + (f" Texts part where the prompt *alone* is near a tie: over {_fact(tables, 'places'):.0f} distinct places the median margin alone is {_fact(tables, 'median_there'):.3g}, "
+                   f"everywhere {_fact(tables, 'median_everywhere'):.3g}; their mean rank within their prompt is {_fact(tables, 'mean_rank'):.2f} (0 smallest, {_fact(tables, 'expected'):.2f} by chance, p = {_fact(tables, 'p'):.2g}). "
+                   "So the collapse that the report describes is one of selection: batches do not make margins small, they decide where margins are small already.")
+
+
+def margin_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
+    ratios, alone = _batched(tables["ratios"]), tables["ratios"][tables["ratios"].concurrency == 1].iloc[0]
+    far = ratios.loc[(ratios.ratio - 1).abs().idxmax()]
+    moved = bool((ratios["margins that moved"] > 0).any())
+    places = int(_fact(tables, "places"))
+    there = _fact(tables, "median_there") / _fact(tables, "median_everywhere") if places else math.nan
+    return [
+        {"id": f"{prefix}.margins-unmoved", "claim": f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}",
+         "holds": bool((ratios.ratio - 1).abs().max() <= SHRINKS), "value": round(float(far.ratio), 4), "expected": f"{1 - SHRINKS} to {1 + SHRINKS}", "n": int(ratios.positions.sum()),
+         "interval": (far.low, far.high), "negative_control": alone.ratio == 1 and alone["margins that moved"] == 0, "positive_control": there < 1 - SHRINKS, "occurred": moved},
+        {"id": f"{prefix}.near-ties", "claim": "Texts part where the prompt alone is near a tie", "holds": _fact(tables, "p") < 0.01, "value": _fact(tables, "mean_rank"), "expected": "below chance, p < 0.01",
+         "n": f"{places} places", "negative_control": _fact(tables, "p of random places") >= 0.01, "positive_control": _fact(tables, "p of smallest margins") < 0.01, "occurred": places >= SMALLEST},
+    ]
+
+
+# --- Spans ---
+
+
+def spans_sentence(tables: Tables) -> str:
+    part = _batched(tables["spans"])
+    diverged, zero, censored = (int(part[name].sum()) for name in ("diverged", "second span 0", "censored"))
+    if not diverged:
+        return "No text diverged within the tokens generated."
+    last = part.iloc[-1]
+    half = f"half of the requests at concurrency {last.concurrency} have diverged after {last['median first span']:.0f} tokens" if last["median first span"] == last["median first span"] else f"at concurrency {last.concurrency} fewer than half of the requests diverge within the text"
+    ended = diverged - censored
+    again = f"{zero} of {ended} second spans that end within the text are 0 tokens long" if ended else "no second span ends within the text"
+    return f"{half[0].upper()}{half[1:]}. Once apart, texts stay apart: {again}; after a divergence {(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
+
+
+# --- Prediction ---
+
+
+def prediction_sentence(tables: Tables) -> str:
+    errors = tables["errors"].set_index("model")
+    said = "; ".join(f"{name}: off by {row.mean_absolute:.1%} in the mean (bias {row.bias:+.1%}), Brier score {row.brier:.3f}" for name, row in errors.iterrows())
+    return f"{said}. Each concurrency's own observed share, told to every prompt alike, scores {errors.reference.iloc[0]:.3f}."
+
+
+def failure_sentence(tables: Tables) -> str:
+    noise, worst = _batched(tables["noise"]), tables["failures"]
+    part = noise[noise.rms > 0]
+    if part.empty or worst.empty:
+        return "There was no noise, so there is nothing to predict."
+    last, first = part.iloc[-1], worst.iloc[0]
+    return (f"Where it fails: the noise is not independent. At concurrency {last.concurrency} |noise| correlates {last[_NEIGHBOURS]:.2f} with that of the next position and {last['rank correlation with position']:.2f} with the position itself; "
+            f"the loudest prompt's is {last['loudest prompt over quietest']:.1f} times the quietest's; {last['exactly zero']:.0%} of it is exactly zero. {last['to a third candidate']} of {last['changed tokens']} changed tokens went to a third candidate, which no margin of two knows of. "
+            f"The worst prompt is number {first.prompt} at concurrency {first.concurrency}: predicted {first.predicted:.0%}, observed {first.observed:.0%}.")
+
+
+def prediction_verdict(tables: Tables, prefix: str = "03") -> dict:
+    errors = tables["errors"].set_index("model")
+    best = errors.loc["independent"]
+    return {
+        "id": f"{prefix}.prediction", "claim": "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, and which prompts better than misplaced margins do",
+        "holds": bool(best.mean_absolute <= 0.1 and best.brier < errors.loc["margins misplaced", "brier"]), "value": round(float(best.mean_absolute), 4), "expected": "<= 0.1", "n": int(_fact(tables, "requests predicted")),
+        "negative_control": _fact(tables, "predicted alone") == 0 and _fact(tables, "observed alone") == 0,
+        "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0), "occurred": _changed(tables).events >= SMALLEST,
+    }
+
+
+# --- Parity ---
+
+
+def _parity(tables: Tables, case: str, quantity: str, over: str = "requests") -> pd.Series:
+    found = tables["parity"]
+    return found[(found.case == case) & (found.quantity == quantity) & (found.over == over)].iloc[0]
+
+
+def parity_sentence(tables: Tables) -> str:
+    said = []
+    for case in dict.fromkeys(tables["parity"].case):
+        mismatch, noise, gap, share = (_parity(tables, case, name) for name in (MISMATCH, NOISE, GAP, SHARE))
+        wide = _parity(tables, case, GAP, "prompts")
+        part = f"of which batch noise explains {share.value:.0%} ({share.low:.0%} to {share.high:.0%})" if share.value == share.value else "so there is nothing to explain"
+        said.append(f"{case}: {mismatch.value:.1%} of texts disagree, {part}; noise alone would give {noise.value:.1%}; the gap left is {gap.value:.1%} ({gap.low:.1%} to {gap.high:.1%} for these prompts, "
+                    f"{wide.low:.1%} to {wide.high:.1%} for prompts like these)")
+    return f"{'. '.join(said)}. Alone, {_fact(tables, 'solo gap'):.0f} of {_fact(tables, 'prompts'):.0f} prompts' texts differ between the engine and its twin."
+
+
+def parity_verdict(tables: Tables, prefix: str = "03") -> dict:
+    gap, noise = _parity(tables, "Y is X again", GAP), _parity(tables, "Y is X again", NOISE)
+    return {
+        "id": f"{prefix}.parity-null", "claim": "An engine compared with itself under load shows no parity gap beyond its batch noise", "holds": gap.low <= 0.01, "value": round(float(gap.value), 4),
+        "expected": "interval reaches 0.01 or less", "n": int(_fact(tables, "requests compared")), "interval": (gap.low, gap.high), "negative_control": _alone_twice(tables).events == 0,
+        "positive_control": _fact(tables, "planted gap, low") > 0.01, "occurred": noise.value > 0,
+    }
