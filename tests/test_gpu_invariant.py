@@ -7,9 +7,11 @@ from batch_variance.kernels.classes import SIZES, bit_name, classify
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import Config
 from batch_variance.kernels.gemm.reference import matmul_float64
+from batch_variance.kernels.norm import rows
 from batch_variance.kernels.nvfp4 import invariant as nvfp4
 from batch_variance.kernels.nvfp4.reference import matmul_float64 as nvfp4_float64
 from batch_variance.kernels.tiles import differing_rows
+from batch_variance.kernels.use import InvariantKernels
 from batch_variance.numerics import quantize
 from batch_variance.numerics.trees import matmul_tree
 
@@ -124,3 +126,32 @@ def test_the_gemms_tree_is_that_of_its_design(count, rows):
     assert (K // 2 in halves) if count == 2 else True
     again = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), 1, N, K, torch.bfloat16, "cuda")
     assert tree == again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 40, 1024, 5000])
+def test_row_reductions(columns, dtype):
+    x = random(40, columns, dtype=dtype)
+    truth = {rows.softmax: x.double().softmax(-1), rows.log_softmax: x.double().log_softmax(-1), rows.mean: x.double().mean(-1)}
+    for operation, exact in truth.items():
+        assert ((operation(x).double() - exact).abs() <= 4 * torch.finfo(dtype).eps * (1 + exact.abs())).all()
+        assert differing_rows(lambda part: operation(part).view(len(part), -1), x, SHORT)[0] == 0
+        assert operation(x[:0]).shape[0] == 0
+    x[3], x[5, 0] = torch.nan, torch.inf
+    assert torch.equal(rows.softmax(x).isnan(), x.softmax(-1).isnan())
+
+
+def test_a_model_under_the_invariant_kernels():
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(1024, 2048), torch.nn.SiLU(), torch.nn.Linear(2048, 1024), torch.nn.RMSNorm(1024), torch.nn.Linear(1024, 512)]
+    model = torch.nn.Sequential(*parts, torch.nn.LogSoftmax(-1)).bfloat16().cuda()
+    x, used = random(64, 1024), InvariantKernels()
+
+    def run(batch):
+        with used:
+            return model(batch)
+
+    with torch.no_grad():
+        assert differing_rows(run, x, SHORT)[0] == 0
+        assert (run(x).float() - model(x).float()).abs().max() < 0.2
+    assert used.left_alone == [] and "replaced" in used.claim()

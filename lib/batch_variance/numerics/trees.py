@@ -242,7 +242,8 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
     """The tree of an n-term sum. sums: float64 probes [P, n] of 0, unit and plus or minus big, to the P sums [P].
 
     Adaptive: a sequential or balanced sum takes some n log n probes, n^2 / 2 at worst. Raises BadInput where the counts
-    fit no tree: a compensated sum, an order that changes between calls or places, or a big that does not absorb.
+    fit no tree: an order that changes between calls or places, or a big that does not absorb. A compensated sum shows the
+    order of its terms, not its corrections: hold `Tree.evaluate` against the kernel's bits to tell.
     """
     if n < 1:
         raise BadInput(f"{n} terms have no order of additions: give 1 or more.")
@@ -295,6 +296,12 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
     tree = Tree._canonical(n, children)
     if n > 1 and tree.sizes[-1] != n:
         raise BadInput(f"the probes give a tree of {tree.sizes[-1]} leaves for {n} terms: the order of additions is not one fixed tree.")
+    # Pairs that the tree was not built from, each asked in two calls: what is no fixed tree contradicts itself here.
+    rng = np.random.default_rng(n)
+    for i in rng.integers(0, n, 2 * min(n, 8)).tolist() if n > 2 else []:
+        others = [j for j in rng.integers(0, n, 16).tolist() if j != i]
+        if others and not np.array_equal(joins(i, others), tree.joins(i)[others]):
+            raise BadInput(f"term {i} meets others elsewhere than the tree says: the order of additions is not one fixed tree.")
     return tree
 
 

@@ -41,8 +41,8 @@ class Config:
         """The configuration that ``str`` wrote. Raises BadInput for other text."""
         try:
             form, blocks, warps, stages, *marks = text.split()
-            sizes = [int(size) for size in blocks.split("x")]
-            found = cls(form, *sizes, int(warps[1:]), int(stages[1:]), "tma" in marks, "swap" in marks)
+            block_m, block_n, block_k = (int(size) for size in blocks.split("x"))
+            found = cls(form, block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), "tma" in marks, "swap" in marks)
         except (ValueError, TypeError) as error:
             raise BadInput(f"{text!r} is no configuration: write it as 'parallel 16x64x128 w4 s4 tma swap'.") from error
         if form not in ("parallel", "in-turn") or set(marks) - {"tma", "swap"} or STEP % found.block_k:
