@@ -63,6 +63,15 @@ def test_noise_that_lasts_along_a_request_fools_independence_and_not_the_path():
     assert abs(prediction.noise_structure(_case()[1]).set_index("concurrency").loc[16, "neighbours' correlation"]) < 0.1
 
 
+def test_noise_that_a_prompt_s_requests_share_is_seen():
+    own = _noise(8, 0.3, 5)
+    together = own.assign(noise=own.groupby(["prompt", "position"]).noise.transform("first"))
+    half = own.assign(noise=own.noise + together.noise)
+    shared = [prediction.noise_structure(frame).loc[0, "shared by a prompt's requests"] for frame in (own, half, together)]
+    assert shared[0] < 0.05 and 0.4 < shared[1] < 0.6 and shared[2] == pytest.approx(1.0)
+    assert np.isnan(prediction.noise_structure(_noise(8, 0.0, 1)).loc[0, "shared by a prompt's requests"])
+
+
 def test_the_hazard_by_hand():
     margins = pd.DataFrame({"prompt": [0, 0, 1, 1], "position": [0, 1, 0, 1], "margin": [0.5, 2.0, 9.0, 9.0]})
     noise = pd.DataFrame({"concurrency": 4, "run": "A", "request": [1, 1, 2, 2], "prompt": 1, "position": [0, 1, 0, 1], "noise": [-1.0, 0.0, 0.0, -3.0]})

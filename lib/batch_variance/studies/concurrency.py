@@ -5,10 +5,6 @@ arrival jitter. Its twin, with every mechanism off, is the control. A third run 
 text, so that positions line up and what the batch does to bits can be measured (`forcing`).
 """
 
-import multiprocessing
-import os
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +12,18 @@ from typing import Literal, Self
 
 import numpy as np
 import pandas as pd
-import torch
 from pydantic import Field, field_validator, model_validator
 from tqdm.auto import tqdm
 
 from ..common import Rate, resolve_device
-from ..common.devices import simulated_tier
-from ..engine import MECHANISMS, ChatTokenizer, EngineConfig, Load, Mechanisms, Settings, build, hf_folder, load_weights, serve
-from ..engine.experts import SPLITS, split_for
-from ..kernels.sets import KernelSet, kernel_set
+from ..engine import MECHANISMS, ChatTokenizer, EngineConfig, Load, Mechanisms, Model, Settings, build, hf_folder
+from ..engine.experts import SPLITS
 from . import forcing, parity, prediction, spans
+from .cells import Cell, Loaded, Served, Subject, _loaded, _workers, serve_cells
 from .parameters import StudyParameters
 from .power import StoppingRule, worth_in_independent_requests
 from .recordings import recorded_table, save_tables, without_columns
-from .texts import first_divergence, many_prompts, read_prompts
+from .texts import many_prompts, read_prompts
 
 
 class Parameters(StudyParameters):
@@ -46,6 +40,7 @@ class Parameters(StudyParameters):
     logits: Literal["bfloat16", "float32"]
     concurrencies: list[int]
     requests: int = Field(ge=1)
+    alone_requests: int = Field(ge=1)
     forced_requests: int = Field(ge=1)
     parity_concurrency: int = Field(ge=2)
     tokens: int = Field(ge=2)
@@ -54,7 +49,7 @@ class Parameters(StudyParameters):
     prompt_count: int
     seed: int = Field(ge=0)
     device: str
-    processes: int = Field(ge=1)
+    processes: int = Field(ge=0)
     record: str
 
     @field_validator("mechanisms")
@@ -115,78 +110,37 @@ class Parameters(StudyParameters):
 
 @dataclass
 class Setup:
-    """What every part of the study uses: prompts as token ids, kernels, the weights under study."""
+    """What every part of the study uses. subject: the model in words and the prompts as token ids; loaded: it in memory."""
 
     p: Parameters
-    folder: Path
     tokenizer: ChatTokenizer
     texts: list[str]
-    prompts: list[list[int]]
-    kernels: KernelSet
-    weights: object
+    subject: Subject
+    loaded: Loaded
 
     @property
     def tier(self) -> str:
-        return simulated_tier(self.kernels.device)
+        return self.subject.tier
 
     @property
     def label(self) -> str:
         on = "all mechanisms" if self.p.mechanisms == ["all"] else ", ".join(self.p.mechanisms)
-        return f"{self.weights.label}; {on}; {self.p.storage} storage"
-
-    def model(self, twin: bool = False):
-        """(model, changes to an EngineConfig) under the mechanisms, or of the twin without any."""
-        settings = self.p.settings if not twin else replace(self.p.settings, mechanisms=Mechanisms.none())
-        return build(self.weights, self.kernels, settings, self._segments)
-
-    def config(self, concurrency: int, changes: dict) -> EngineConfig:
-        """A KV cache no larger than needed; every request runs to its full length."""
-        longest = max(map(len, self.prompts)) + self.p.tokens
-        return EngineConfig(max_requests=concurrency, max_length=longest, ignore_eos=True, **changes)
-
-    @cached_property
-    def _segments(self) -> dict:
-        return {}
+        return f"{self.loaded.weights.label}; {on}; {self.p.storage} storage"
 
     @cached_property
     def solo(self) -> forcing.Solo:
-        """Every prompt alone under the mechanisms."""
-        model, changes = self.model()
-        return forcing.solo(model, self.prompts, self.p.tokens, self.config(1, changes), self.p.storage)
+        """Every prompt alone under the mechanisms, with all its hidden states and logits."""
+        return forced_solo(self.loaded, self.p.settings, self.p.tokens)
 
 
 def prepare(p: Parameters) -> Setup:
     """Load the model with an NVFP4 FFN, cut into experts for ``ffn = "moe"``. Raises BadInput as the loader does."""
-    device = resolve_device(p.device)
-    folder = hf_folder(p.model)
-    tokenizer, texts = ChatTokenizer(folder), read_prompts(p.prompts) if p.prompts else many_prompts(p.prompt_count)
-    split = split_for(load_weights(folder, device), folder, p.model, p.expert_split, p.experts, p.top_k) if p.ffn == "moe" else None
-    prompts = [tokenizer.chat(text, system="") for text in texts]
-    return Setup(p, folder, tokenizer, texts, prompts, kernel_set(device), load_weights(folder, device, nvfp4=True, split=split))
+    texts = read_prompts(p.prompts) if p.prompts else many_prompts(p.prompt_count)
+    subject = Subject.of(p.model, p.ffn, p.experts, p.top_k, p.expert_split, resolve_device(p.device).type, texts)
+    return Setup(p, ChatTokenizer(hf_folder(p.model)), texts, subject, _loaded(subject))
 
 
 # --- Serving ----------------------------------------------------------------------------------------------------------
-
-FORCED = "forced"
-RUNS = ("A", "B", "C", "twin", FORCED)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Part of a cell, served on an engine of its own: whole cycles of the prompts."""
-
-    concurrency: int
-    run: str
-    index: int
-    requests: int
-
-
-def blocks(p: Parameters, prompts: int, concurrency: int, run: str) -> list[Block]:
-    """The blocks of a cell, equally large: each four times the concurrency, so that few requests are served while the last
-    ones drain, or the whole cell where that is less. Together they hold what was asked for at least."""
-    wanted = max(p.forced_requests if run == FORCED else p.requests, concurrency)
-    size = -(-min(wanted, max(4 * concurrency, prompts)) // prompts) * prompts
-    return [Block(concurrency, run, index, size) for index in range(-(-wanted // size))]
 
 
 @dataclass
@@ -199,127 +153,115 @@ class Results:
     forced: forcing.Measured
 
 
-def serve_all(setup: Setup) -> Results:
-    """Serve every cell.
-
-    run is A or B at every concurrency, C (a third of the same) at ``parity_concurrency``, twin (every mechanism off) alone and
-    there, and forced (each request forced to its prompt's text alone) at every concurrency. ``alone`` is the same engine's
-    text of that prompt at concurrency 1. With a ``stop_width`` a concurrency stops early by `power.StoppingRule`, once each
-    of its free runs may.
+def serve_free(setup: Setup) -> pd.DataFrame:
+    """`Results.requests`. run is A or B at every concurrency; C (a third of the same) and twin (every mechanism off) at
+    ``parity_concurrency``. Runs of a concurrency differ in the seed of their arrival jitter only. ``alone`` is the text of
+    the prompt served alone under the same settings. With a ``stop_width`` a concurrency stops early by `power.StoppingRule`,
+    once each of its runs may.
     """
-    p, count = setup.p, len(setup.prompts)
-    cells = [(level, run) for run in ("A", "B", FORCED) for level in p.concurrencies] + [(p.parity_concurrency, run) for run in ("C", "twin")]
-    # The twin alone says nothing new after one cycle of the prompts.
-    todo = {cell: blocks(p, count, *cell) for cell in cells} | {(1, "twin"): [Block(1, "twin", 0, count)]}
-    rule, free, forced = StoppingRule(p.stop_width), [], []
-    while any(todo.values()):
-        # Without early stopping, all at once; with it, a block of every open cell, then a look.
-        now = [todo[cell].pop(0) for cell in todo for _ in range(1 if p.stop_width else len(todo[cell])) if todo[cell]]
-        for block, found in zip(now, _served(setup, now)):
-            (forced if block.run == FORCED else free).append(found)
-        if p.stop_width:
-            _stop(todo, with_alone(pd.concat(free)), rule)
-    requests = with_alone(pd.concat(free, ignore_index=True)).sort_values(["run", "concurrency", "request"], ignore_index=True)
-    values = pd.concat([part.values for part in forced]).groupby(["kind", "concurrency", "up_to"], sort=False, as_index=False)["values"].sum()
-    return Results(requests, forcing.Measured(pd.concat([part.positions for part in forced], ignore_index=True), values))
+    p, rule, parts, turn = setup.p, StoppingRule(setup.p.stop_width), [], 0
+    left = {level: _wanted(setup, level) for level in p.concurrencies}
+    while left:
+        # Without early stopping everything at once; with it whole cycles of the prompts, then a look.
+        block = {level: min(count, _cycles(setup, 4 * level)) if p.stop_width else count for level, count in left.items()}
+        cells = {_cell(setup, run, level, block[level], turn): (run, level) for level in block for run in _runs(p, level)}
+        done = {level: _wanted(setup, level) - left[level] for level in left}
+        parts.append(_free_rows(serve_cells(setup.subject, list(cells), p.processes), cells, done))
+        left = {level: count - block[level] for level, count in left.items()}
+        left = {level: count for level, count in left.items() if count and not _enough(pd.concat(parts), level, rule)}
+        turn += 1
+    return pd.concat(parts, ignore_index=True).sort_values(["run", "concurrency", "request"], ignore_index=True)
 
 
-def _stop(todo: dict, requests: pd.DataFrame, rule: StoppingRule) -> None:
-    """Leave out what is left of the concurrencies whose every run may stop."""
-    for level in {level for level, _ in todo}:
-        cells = [cell for cell in todo if cell[0] == level and cell[1] != FORCED]
-        parts = [requests[(requests.concurrency == level) & (requests.run == run)] for _, run in cells]
-        if all(rule.stops(int((part.first_divergence >= 0).sum()), len(part)) for part in parts):
-            todo.update({cell: [] for cell in cells})
+def _runs(p: Parameters, level: int) -> tuple[str, ...]:
+    return ("A", "B", "C", "twin") if level == p.parity_concurrency else ("A", "B")
 
 
-def with_alone(requests: pd.DataFrame) -> pd.DataFrame:
-    """With columns alone and first_divergence: against run A's first text of the prompt at concurrency 1, the twin's own for the twin."""
-    engine = requests.run.where(requests.run == "twin", "A")
-    first = requests[(requests.concurrency == 1) & (requests.run == engine)].sort_values("request").groupby(["run", "prompt"]).text.first()
-    alone = [first[key] for key in zip(engine, requests.prompt)]
-    splits = [first_divergence(a.split(), b.split()) for a, b in zip(alone, requests.text)]
-    return requests.assign(alone=alone, first_divergence=splits)
+def _cycles(setup: Setup, requests: int) -> int:
+    """So many requests, rounded up to whole cycles of the prompts."""
+    count = len(setup.texts)
+    return -(-requests // count) * count
 
 
-def _served(setup: Setup, todo: list[Block]) -> list:
-    """`_Serving` of every block, in their order, by workers of their own."""
-    longest_first = sorted(todo, key=lambda block: -block.requests * (1 + 8 / block.concurrency))
-    found = {}
-    with tqdm(total=sum(block.requests for block in todo), desc="requests", mininterval=1.0) as bar, _one_thread(setup), _pool(setup) as pool:
-        for block, result in zip(longest_first, pool.map(_Serving(setup), longest_first)):
-            found[block] = result
-            bar.update(block.requests)
-    return [found[block] for block in todo]
+def _wanted(setup: Setup, level: int) -> int:
+    p = setup.p
+    return p.alone_requests if level == 1 else _cycles(setup, max(p.requests, level))
 
 
-def _pool(setup: Setup) -> Executor:
-    """On a CPU, threads that each take blocks of their own, the matmuls being too small to share; on CUDA processes, since
-    launching from Python is the bottleneck."""
-    if setup.kernels.device.type == "cpu":
-        _ = setup.solo  # once, before threads ask for it
-        return ThreadPoolExecutor(min(setup.p.processes, os.cpu_count() or 1))
-    return ProcessPoolExecutor(setup.p.processes, mp_context=multiprocessing.get_context("spawn"))
+def _cell(setup: Setup, run: str, level: int, requests: int, turn: int) -> Cell:
+    p = setup.p
+    settings = replace(p.settings, mechanisms=Mechanisms.none()) if run == "twin" else p.settings
+    seed = (p.seed * 1000 + turn) * 4 + ("A", "B", "C", "twin").index(run)
+    return Cell(settings, level, requests, p.tokens, seed)
 
 
-@contextmanager
-def _one_thread(setup: Setup):
-    """On a CPU, one thread an operation wherever something is served; the old number afterwards."""
-    before = torch.get_num_threads()
-    if setup.kernels.device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _enough(requests: pd.DataFrame, level: int, rule: StoppingRule) -> bool:
+    parts = requests[requests.concurrency == level].groupby("run").first_divergence
+    return all(rule.stops(int((part >= 0).sum()), len(part)) for _, part in parts)
 
 
-class _Serving:
-    """Serves a block. Pickled to another process it takes the parameters along, not the weights, and loads them once there."""
-
-    _loaded: dict[str, Setup] = {}
-
-    def __init__(self, setup: Setup):
-        self._setup, self._parameters = setup, setup.p
-
-    def __getstate__(self) -> dict:
-        return {"_parameters": self._parameters}
-
-    @property
-    def setup(self) -> Setup:
-        if "_setup" in self.__dict__:
-            return self._setup
-        key = self._parameters.model_dump_json()
-        if key not in self._loaded:
-            self._loaded[key] = prepare(self._parameters)
-        return self._loaded[key]
-
-    def __call__(self, block: Block):
-        """A frame of requests, or `forcing.Measured` for a forced block."""
-        setup, p = self.setup, self._parameters
-        model, changes = setup.model(twin=block.run == "twin")
-        config = setup.config(block.concurrency, changes)
-        load = Load(block.concurrency, block.requests, p.tokens, seed=_seed(p, block))
-        cell = {"concurrency": block.concurrency, "run": block.run}
-        first = block.index * block.requests
-        if block.run == FORCED:
-            found = forcing.measure(model, setup.prompts, setup.solo, load, config, cell)
-            found.positions["request"] += first
-            return found
-        run = serve(model, setup.prompts, load, config)
-        beside: dict[int, list[int]] = {}
-        for step in run.steps:
-            for number, _, _ in step.rows:
-                beside.setdefault(number, []).append(step.co_resident_rows)
-        return pd.DataFrame([{
-            **cell, "request": first + r.number, "prompt": r.prompt, "text": " ".join(map(str, r.output)), "margins": " ".join(map(repr, r.margins)),
-            "co_resident_rows": float(np.mean(beside[r.number])),
-        } for r in run.requests])
+def _free_rows(served: Served, cells: dict[Cell, tuple[str, int]], before: dict[int, int]) -> pd.DataFrame:
+    alone = served.solo.set_index(["mechanisms", "prompt"]).text
+    runs = {(str(cell.settings.mechanisms), cell.concurrency, cell.seed): run for cell, (run, _) in cells.items()}
+    found = served.requests
+    keys = list(zip(found.mechanisms, found.concurrency, found.seed))
+    join = lambda values: " ".join(map(str, values))  # noqa: E731
+    return pd.DataFrame({
+        "concurrency": found.concurrency, "run": [runs[key] for key in keys], "request": found.request + found.concurrency.map(before), "prompt": found.prompt,
+        "text": found.text.map(join), "alone": [join(alone[key]) for key in zip(found.mechanisms, found.prompt)], "first_divergence": found.first_divergence,
+        "margins": found.margins.map(join), "co_resident_rows": found.co_resident_rows,
+    })
 
 
-def _seed(p: Parameters, block: Block) -> int:
-    """Blocks differ in the seed of their arrival jitter, runs of a concurrency in nothing else."""
-    return ((p.seed * 1000 + block.concurrency) * len(RUNS) + RUNS.index(block.run)) * 1000 + block.index
+def serve_forced(setup: Setup) -> forcing.Measured:
+    """`Results.forced`: every concurrency once more, each request forced to its prompt's text alone."""
+    p = setup.p
+    cells = [Cell(p.settings, level, _cycles(setup, max(p.forced_requests, level)) if level > 1 else p.alone_requests, p.tokens, p.seed * 4000 + 3)
+             for level in p.concurrencies]
+    tasks = [(cell, index) for cell in cells for index in range(len(cell.shards()))]
+    tasks.sort(key=lambda task: -task[0].shards()[task[1]][1].requests / task[0].concurrency)
+    with _workers(setup.subject, p.processes, len(tasks)) as pool:
+        _ = setup.solo  # before threads ask for it, under their thread count
+        jobs = [pool.submit(_force, setup.subject, task) for task in tasks]
+        found = [job.result() for job in tqdm(jobs, desc="forced", mininterval=1.0)]
+    values = pd.concat([part.values for part in found]).groupby(["kind", "concurrency", "up_to"], sort=False, as_index=False)["values"].sum()
+    positions = pd.concat([part.positions for part in found]).sort_values(["concurrency", "request", "position"], ignore_index=True)
+    return forcing.Measured(positions, values)
+
+
+def _force(subject: Subject, task: tuple[Cell, int]) -> forcing.Measured:
+    """One shard of a forced cell, in whichever process."""
+    cell, index = task
+    first, load = cell.shards()[index]
+    loaded = _loaded(subject)
+    alone = forced_solo(loaded, cell.settings, cell.tokens)
+    model, config = _engine(loaded, cell.settings, load)
+    found = forcing.measure(model, _asked(subject), alone, load, config, {"concurrency": cell.concurrency, "run": "forced"})
+    found.positions["request"] += first
+    return found
+
+
+def _asked(subject: Subject) -> list[list[int]]:
+    return [list(prompt) for prompt in subject.prompts]
+
+
+def _engine(loaded: Loaded, settings: Settings, load: Load) -> tuple[Model, EngineConfig]:
+    model, changes = build(loaded.weights, loaded.kernels, settings, loaded.segments)
+    longest = max(map(len, loaded.subject.prompts)) + load.max_tokens
+    return model, EngineConfig(max_requests=load.concurrency, max_length=longest, ignore_eos=True, **changes)
+
+
+_alone: dict[tuple, forcing.Solo] = {}
+
+
+def forced_solo(loaded: Loaded, settings: Settings, tokens: int) -> forcing.Solo:
+    """Every prompt alone, kept once a process: only the last one asked for."""
+    key = (loaded.subject, settings, tokens)
+    if key not in _alone:
+        _alone.clear()
+        model, config = _engine(loaded, settings, Load(1, 1, tokens, seed=0))
+        _alone[key] = forcing.solo(model, _asked(loaded.subject), tokens, config, settings.storage)
+    return _alone[key]
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -448,7 +390,7 @@ def parity_cases(requests: pd.DataFrame, p: Parameters) -> pd.DataFrame:
 
 def solo_gap(requests: pd.DataFrame) -> Rate:
     """How many prompts' texts alone differ between X and its twin: what a gap is without any batch."""
-    alone = requests[requests.run.isin(["A", "twin"])].drop_duplicates(["run", "prompt"]).pivot(index="prompt", columns="run", values="alone").dropna()
+    alone = requests[requests.run.isin(["A", "twin"]) & (requests.concurrency > 1)].drop_duplicates(["run", "prompt"]).pivot(index="prompt", columns="run", values="alone").dropna()
     return Rate(int((alone.A != alone.twin).sum()), len(alone))
 
 
@@ -492,7 +434,7 @@ def facts(setup: Setup, requests: pd.DataFrame, margins: pd.DataFrame, positions
              "p of smallest margins": spans.near_ties(smallest, margins, seed=p.seed)["p"], **{f"trend {name}": value for name, value in spans.trend(ab, seed=p.seed).items()},
              "positions moved": (positions[positions.concurrency > 1].logits_other_bits > 0).mean(), "requests predicted": (ab.concurrency > 1).sum(),
              "predicted alone": predicted[predicted.concurrency == 1].predicted.max(), "observed alone": predicted[predicted.concurrency == 1].observed.max(),
-             "solo gap": solo_gap(requests).events, "prompts": len(setup.prompts), "planted gap": gap.value, "planted gap, low": gap.low,
+             "solo gap": solo_gap(requests).events, "prompts": len(setup.texts), "planted gap": gap.value, "planted gap, low": gap.low,
              "requests compared": (requests[requests.concurrency == p.parity_concurrency].run.isin(["A", "B", "C"])).sum()}
     return pd.DataFrame({"name": list(found), "value": [float(value) for value in found.values()]})
 
@@ -524,10 +466,10 @@ def closer_look(setup: Setup) -> Pair | None:
     """Serve ``parity_concurrency`` once more, freely, and take a request that parts from the text alone about in the middle of
     all that do; None where none does."""
     p = setup.p
-    model, changes = setup.model()
-    load = Load(p.parity_concurrency, max(p.parity_concurrency, len(setup.prompts)), p.tokens, seed=_seed(p, Block(p.parity_concurrency, "A", 0, 0)))
-    with _one_thread(setup):
-        seen = forcing.measure(model, setup.prompts, setup.solo, load, setup.config(p.parity_concurrency, changes), {}, forced=False).positions
+    load = Load(p.parity_concurrency, _cycles(setup, p.parity_concurrency), p.tokens, seed=p.seed)
+    model, config = _engine(setup.loaded, p.settings, load)
+    with _workers(setup.subject, 1, 1):  # its thread count, so that bits are those of the other runs
+        seen = forcing.measure(model, _asked(setup.subject), setup.solo, load, config, {}, forced=False).positions
     splits = seen[seen.flipped].groupby("request").position.min().sort_values(kind="stable")
     if splits.empty:
         return None

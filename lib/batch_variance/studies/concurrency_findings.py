@@ -12,13 +12,13 @@ from .concurrency import Setup, Tables
 from .parity import GAP, MISMATCH, NOISE, SHARE
 
 SHRINKS = 0.1  # a median margin moved by less than this share is called unmoved
-_NEIGHBOURS = "neighbours' correlation"
+_NEIGHBOURS, _SHARED = "neighbours' correlation", "shared by a prompt's requests"
 SMALLEST = 5  # distinct divergences below which nothing is said about where they are
 
 
 def describe(setup: Setup) -> str:
     """Which model runs on what, in a sentence or two."""
-    p, lengths = setup.p, sorted(map(len, setup.prompts))
+    p, lengths = setup.p, sorted(map(len, setup.subject.prompts))
     where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
     return (f"Model: `{p.model}`, {setup.label}. Logits are compared in {p.logits}. {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
             f"{p.tokens} tokens generated each. Evidence tier: {setup.tier} ({where}).")
@@ -100,8 +100,8 @@ def ulp_sentence(tables: Tables) -> str:
     first, last = part.iloc[0], part.iloc[-1]
     same = tables["ulp"][tables["ulp"].concurrency == 1].iloc[0]
     return (f"On the same text, {last['hidden: other bits']:.0%} of the final hidden state's values and {last['logits: other bits']:.0%} of the logits have other bits at concurrency "
-            f"{last.concurrency} (median position); {first['hidden: other bits']:.0%} and {first['logits: other bits']:.0%} at {first.concurrency}. A position's largest logit difference is "
-            f"{last['logits: largest ULP, median']:.2g} row-scaled ULP in the median and {last['logits: largest ULP']:.2g} at most. Forced alone, {same['positions moved']:.0%} of {same.positions:,} positions moved.")
+            f"{last.concurrency:.0f} (median position); {first['hidden: other bits']:.0%} and {first['logits: other bits']:.0%} at {first.concurrency:.0f}. A position's largest logit difference is "
+            f"{last['logits: largest ULP, median']:.2g} row-scaled ULP in the median and {last['logits: largest ULP']:.2g} at most. Forced alone, {same['positions moved']:.0%} of {same.positions:,.0f} positions moved.")
 
 
 # --- Margins ---
@@ -110,13 +110,22 @@ def ulp_sentence(tables: Tables) -> str:
 def margins_sentence(tables: Tables) -> str:
     ratios = _batched(tables["ratios"])
     far = ratios.loc[(ratios.ratio - 1).abs().idxmax()]
-    said = (f"Of the same positions, {ratios['margins that moved'].max():.0%} of the margins move at the most, but their median does not shrink: over all concurrencies it is furthest off at {far.concurrency}, "
+    said = (f"Of the same positions, {ratios['margins that moved'].max():.0%} of the margins move at the most, but their median does not shrink: over all concurrencies it is furthest off at {far.concurrency:.0f}, "
             f"{far.ratio:.3f} times that alone ({far.low:.3f} to {far.high:.3f}).")
     if not _fact(tables, "places"):
         return said + " No text diverged, so there is no margin at a divergence to look at."
     return said + (f" Texts part where the prompt *alone* is near a tie: over {_fact(tables, 'places'):.0f} distinct places the median margin alone is {_fact(tables, 'median_there'):.3g}, "
                    f"everywhere {_fact(tables, 'median_everywhere'):.3g}; their mean rank within their prompt is {_fact(tables, 'mean_rank'):.2f} (0 smallest, {_fact(tables, 'expected'):.2f} by chance, p = {_fact(tables, 'p'):.2g}). "
-                   "So the collapse that the report describes is one of selection: batches do not make margins small, they decide where margins are small already.")
+                   + _collapse(tables))
+
+
+def _collapse(tables: Tables) -> str:
+    if _fact(tables, "places") < SMALLEST:
+        return "So few places leave open what decides where texts part."
+    if _fact(tables, "p") >= 0.01:
+        return "That is no more than chance gives: margins alone do not decide here where texts part."
+    return ("So the collapse that the report describes is one of selection: batches do not make margins small, they decide "
+            "where margins are small already.")
 
 
 def margin_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
@@ -128,7 +137,7 @@ def margin_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
     return [
         {"id": f"{prefix}.margins-unmoved", "claim": f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}",
          "holds": bool((ratios.ratio - 1).abs().max() <= SHRINKS), "value": round(float(far.ratio), 4), "expected": f"{1 - SHRINKS} to {1 + SHRINKS}", "n": int(ratios.positions.sum()),
-         "interval": (far.low, far.high), "negative_control": alone.ratio == 1 and alone["margins that moved"] == 0, "positive_control": there < 1 - SHRINKS, "occurred": moved},
+         "interval": (far.low, far.high), "negative_control": bool(alone.ratio == 1 and alone["margins that moved"] == 0), "positive_control": there < 1 - SHRINKS, "occurred": moved},
         {"id": f"{prefix}.near-ties", "claim": "Texts part where the prompt alone is near a tie", "holds": _fact(tables, "p") < 0.01, "value": _fact(tables, "mean_rank"), "expected": "below chance, p < 0.01",
          "n": f"{places} places", "negative_control": _fact(tables, "p of random places") >= 0.01, "positive_control": _fact(tables, "p of smallest margins") < 0.01, "occurred": places >= SMALLEST},
     ]
@@ -143,10 +152,12 @@ def spans_sentence(tables: Tables) -> str:
     if not diverged:
         return "No text diverged within the tokens generated."
     last = part.iloc[-1]
-    half = f"half of the requests at concurrency {last.concurrency} have diverged after {last['median first span']:.0f} tokens" if last["median first span"] == last["median first span"] else f"at concurrency {last.concurrency} fewer than half of the requests diverge within the text"
+    half = f"at concurrency {last.concurrency:.0f} fewer than half of the requests diverge within the text"
+    if not math.isnan(last["median first span"]):
+        half = f"half of the requests at concurrency {last.concurrency:.0f} have diverged after {last['median first span']:.0f} tokens"
     ended = diverged - censored
     again = f"{zero} of {ended} second spans that end within the text are 0 tokens long" if ended else "no second span ends within the text"
-    return f"{half[0].upper()}{half[1:]}. Once apart, texts stay apart: {again}; after a divergence {(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
+    return f"{half[0].upper()}{half[1:]}. Do texts meet again? {again[0].upper()}{again[1:]}; after a divergence {(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
 
 
 # --- Prediction ---
@@ -159,14 +170,18 @@ def prediction_sentence(tables: Tables) -> str:
 
 
 def failure_sentence(tables: Tables) -> str:
+    """What of the independent model's assumptions does not hold, at the largest concurrency with noise."""
     noise, worst = _batched(tables["noise"]), tables["failures"]
     part = noise[noise.rms > 0]
     if part.empty or worst.empty:
         return "There was no noise, so there is nothing to predict."
     last, first = part.iloc[-1], worst.iloc[0]
-    return (f"Where it fails: the noise is not independent. At concurrency {last.concurrency} |noise| correlates {last[_NEIGHBOURS]:.2f} with that of the next position and {last['rank correlation with position']:.2f} with the position itself; "
-            f"the loudest prompt's is {last['loudest prompt over quietest']:.1f} times the quietest's; {last['exactly zero']:.0%} of it is exactly zero. {last['to a third candidate']} of {last['changed tokens']} changed tokens went to a third candidate, which no margin of two knows of. "
-            f"The worst prompt is number {first.prompt} at concurrency {first.concurrency}: predicted {first.predicted:.0%}, observed {first.observed:.0%}.")
+    return (
+        f"Where it fails: the model draws noise anew for each request and position. At concurrency {last.concurrency:.0f}, requests of the same prompt have {last[_SHARED]:.0%} of the noise's variance in "
+        f"common, so a prompt's requests diverge together or not at all; |noise| correlates {last[_NEIGHBOURS]:.2f} with that of the next position and {last['rank correlation with position']:.2f} with the "
+        f"position itself; the loudest prompt's is {last['loudest prompt over quietest']:.1f} times the quietest's; {last['exactly zero']:.0%} of it is exactly zero. "
+        f"{last['to a third candidate']:.0f} of {last['changed tokens']:.0f} changed tokens went to a third candidate, which no margin of two knows of. The worst case is prompt {first.prompt:.0f} at concurrency "
+        f"{first.concurrency:.0f}: predicted {first.predicted:.0%}, observed {first.observed:.0%}.")
 
 
 def prediction_verdict(tables: Tables, prefix: str = "03") -> dict:

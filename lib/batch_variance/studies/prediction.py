@@ -154,9 +154,10 @@ def noise_structure(noise: pd.DataFrame) -> pd.DataFrame:
     """What would have to be so for the independent model to be right, by concurrency.
 
     noise: as in `predict`, and flipped (the largest logit was another's under the forced text), third (it was neither
-    candidate's). Returns rms, share that is exactly zero, correlation of |noise| between neighbouring positions of a
-    request, rank correlation of |noise| with the position, ratio of the loudest to the quietest prompt's rms, share of
-    changed tokens that went to a third candidate.
+    candidate's). Returns rms, share that is exactly zero, share of the variance that requests of one prompt have in common
+    (the mean of a prompt and position explains it; 0 for draws of their own), correlation of |noise| between neighbouring
+    positions of a request, rank correlation of |noise| with the position, ratio of the loudest to the quietest prompt's
+    rms, changed tokens and how many of them went to a third candidate.
     """
     rows = []
     for level, part in noise.groupby("concurrency"):
@@ -165,12 +166,25 @@ def noise_structure(noise: pd.DataFrame) -> pd.DataFrame:
         rms = part.groupby("prompt").noise.agg(lambda v: float(np.sqrt((v**2).mean())))
         rows.append({
             "concurrency": level, "positions": len(part), "rms": float(np.sqrt((part.noise**2).mean())), "exactly zero": float((part.noise == 0).mean()),
-            "neighbours' correlation": _correlation(wide[:, :-1].ravel(), wide[:, 1:].ravel()),
+            "shared by a prompt's requests": _shared(part), "neighbours' correlation": _correlation(wide[:, :-1].ravel(), wide[:, 1:].ravel()),
             "rank correlation with position": float(spearmanr(size["size"], size.position).statistic) if size["size"].nunique() > 1 and size.position.nunique() > 1 else float("nan"),
             "loudest prompt over quietest": float(rms.max() / rms.min()) if rms.min() > 0 else float("nan"),
             "changed tokens": int(part.flipped.sum()), "to a third candidate": int(part.third.sum()),
         })
     return pd.DataFrame(rows)
+
+
+def _shared(part: pd.DataFrame) -> float:
+    """Share of the noise's variance that lies between (prompt, position) groups, by one-way analysis of variance."""
+    groups = part.groupby(["prompt", "position"]).noise
+    size, total = groups.size(), len(part)
+    if len(size) < 2 or len(size) == total or part.noise.std() == 0:
+        return float("nan")
+    within = float(((groups.var(ddof=0) * size).sum()) / (total - len(size)))
+    between = float((size * (groups.mean() - part.noise.mean()) ** 2).sum() / (len(size) - 1))
+    typical = (total - (size**2).sum() / total) / (len(size) - 1)
+    own = max(between - within, 0.0) / typical
+    return own / (own + within) if own + within > 0 else float("nan")
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
