@@ -127,6 +127,16 @@ def test_a_model_under_the_invariant_kernels_keeps_a_row_in_every_batch(dtype):
     assert used.left_alone == [] and "replaced" in used.claim()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_norm_that_cuda_dispatches(dtype):
+    x, w = (torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((40, 96), (96,)))
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), w.double(), 1e-5)
+    run = lambda part: use._rms_norm(part, [96], w, 1e-5)[0]  # noqa: E731
+    assert ((run(x).double() - exact).abs() <= 2 * torch.finfo(dtype).eps * (1 + exact.abs())).all()
+    assert differing_rows(run, x, (1, 2, 17, 33)) == (0, 53)
+    assert use._rms_norm(x, [8, 12], w, 1e-5) is None and use._rms_norm(x.double(), [96], None, 1e-5) is None
+
+
 def test_by_default_the_same_model_does_not_keep_it():
     model, x = _model(torch.float32), torch.randn(40, 576, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

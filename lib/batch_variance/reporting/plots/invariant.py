@@ -1,0 +1,81 @@
+"""The figures of notebook 05: bits over row counts by class, trees as brackets, errors, and recorded costs."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from ..drawings import drawn
+
+_CLASS_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#F0E442"]
+
+
+@drawn
+def class_map(frame: pd.DataFrame, title: str = "") -> Figure:
+    """frame: `studies.invariant.bit_classes`. A line a candidate, a cell a row count; one colour a class within a line, the first blue."""
+    names = list(dict.fromkeys(frame.candidate))
+    sizes = sorted(frame.m.unique())
+    cells = np.full((len(names), len(sizes)), np.nan)
+    for place, name in enumerate(names):
+        mine = frame[frame.candidate == name].set_index("m").bit_class
+        seen = {value: number for number, value in enumerate(dict.fromkeys(mine.sort_index()))}
+        for column, m in enumerate(sizes):
+            if m in mine.index:
+                cells[place, column] = seen[mine[m]] % len(_CLASS_COLOURS)
+    fig, ax = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)))
+    ax.imshow(np.ma.masked_invalid(cells), aspect="auto", cmap=ListedColormap(_CLASS_COLOURS), vmin=-0.5, vmax=len(_CLASS_COLOURS) - 0.5)
+    for place in range(len(names)):
+        for column in range(len(sizes)):
+            if not np.isnan(cells[place, column]):
+                ax.text(column, place, int(cells[place, column]) + 1, ha="center", va="center", color="white", fontsize=7)
+    shown = range(0, len(sizes), max(1, len(sizes) // 16))
+    ax.set(yticks=range(len(names)), yticklabels=names, xticks=list(shown), xticklabels=[sizes[i] for i in shown],
+           xlabel="rows (number in a cell: the class, in order of appearance)", title=title)
+    ax.tick_params(axis="x", labelrotation=60, labelsize=8)
+    ax.grid(False)
+    return fig
+
+
+@drawn
+def trees(edges: pd.DataFrame) -> Figure:
+    """edges: `studies.invariant.tree_edges`. Additions as brackets over the terms, each at the step at which it can happen."""
+    panels = list(edges.groupby("panel", sort=False))
+    fig, axes = plt.subplots(len(panels), 1, figsize=(7.2, 1.9 * len(panels)), squeeze=False, sharex=True)
+    for ax, (name, part) in zip(axes[:, 0], panels):
+        for edge in part.itertuples():
+            ax.plot([edge.x, edge.child_x, edge.child_x], [edge.step, edge.step, edge.child_step], color="C0", linewidth=0.9)
+        ax.set(title=name, ylabel="additions so far")
+        ax.title.set_fontsize(10)
+        ax.grid(False)
+    axes[-1, 0].set_xlabel("terms, in the order in which each tree takes them")
+    return fig
+
+
+@drawn
+def errors(frame: pd.DataFrame) -> Figure:
+    """frame: `studies.invariant.errors`. Relative error against float64 by dtype and kernel."""
+    fig, ax = plt.subplots(figsize=(6.4, 2.6))
+    kernels, dtypes = list(dict.fromkeys(frame.kernel)), list(dict.fromkeys(frame.dtype))
+    for number, kernel in enumerate(kernels):
+        mine = frame[frame.kernel == kernel].set_index("dtype").error[dtypes]
+        place = np.arange(len(dtypes)) + (number - (len(kernels) - 1) / 2) * 0.25
+        ax.barh(place, mine, height=0.22, label=kernel if kernel != "coarse" else "one rounding more (control)")
+    ax.set(yticks=range(len(dtypes)), yticklabels=dtypes, xscale="log", xlabel="relative error against float64")
+    ax.legend(fontsize=8)
+    return fig
+
+
+@drawn
+def ratios(frame: pd.DataFrame, default: str) -> Figure:
+    """frame: `studies.invariant.recorded_ratios`. Time over the default's against rows, a line a shape."""
+    fig, ax = plt.subplots(figsize=(7.2, 3.2))
+    for (shape, part), marker in zip(frame.groupby("shape", sort=False), "osD^vP*X"):
+        part = part.sort_values("m")
+        ax.plot(part.m, part.ratio, f"-{marker}", markersize=5, label=shape)
+    ax.axhline(1, color="#7F7F7F", linewidth=1)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set(xlabel="rows", ylabel=f"time over {default}'s")
+    ax.legend(ncols=2, fontsize=8)
+    return fig

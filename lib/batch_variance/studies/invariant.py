@@ -1,0 +1,306 @@
+"""Invariant against default: whose bits change with the number of rows, in which order they add, how wrong they are, what they cost.
+
+The library's matmul and this project's invariant one are run live on the device at hand, a CPU's on a CPU; GPU tables come
+from ``data/recorded``, where ``batch-variance bench`` put them, and are shown where they exist.
+"""
+
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from pydantic import field_validator
+
+from ..common import Rate, data_path, resolve_device
+from ..kernels.classes import Classes, classify
+from ..kernels.use import InvariantKernels, linear
+from ..numerics.trees import Tree, lanes, matmul_tree, pairwise, reduction_tree, segmented, sequential
+from .parameters import StudyParameters
+
+LIBRARY, INVARIANT, ALONE = "library", "invariant", "library, row by row"
+
+
+class Parameters(StudyParameters):
+    """Notebook 05's parameters."""
+
+    features: int
+    outputs: int
+    sizes: list[int]
+    tree_terms: int
+    tree_sizes: list[int]
+    error_rows: int
+    seed: int
+    device: str
+
+    @field_validator("features", "outputs", "error_rows")
+    @classmethod
+    def _positive(cls, value):
+        if value < 1:
+            raise ValueError("give 1 or more.")
+        return value
+
+    @field_validator("tree_terms")
+    @classmethod
+    def _terms(cls, value):
+        if not 8 <= value <= 512:
+            raise ValueError("give 8 to 512 terms: a drawing of more shows nothing.")
+        return value
+
+    @field_validator("sizes", "tree_sizes")
+    @classmethod
+    def _sizes(cls, values):
+        if len(set(values)) < 2 or min(values) < 1:
+            raise ValueError("give two row counts or more, each 1 or more: something must change between them.")
+        return sorted(set(values))
+
+
+def tier(p: Parameters) -> str:
+    return "live-gpu" if resolve_device(p.device).type == "cuda" else "cpu-native"
+
+
+def _random(p: Parameters, *shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * p.seed + seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(resolve_device(p.device))
+
+
+# ---------------------------------------------------------------- bits over row counts
+
+
+def bit_classes(p: Parameters) -> pd.DataFrame:
+    """`kernels.classes.classify` of the library's and the invariant matmul in float32 and bfloat16, boundaries sought."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = _random(p, max(p.sizes), p.features, dtype=dtype)
+        w = _random(p, p.outputs, p.features, seed=1, dtype=dtype)
+        word = str(dtype).removeprefix("torch.")
+        candidates = {
+            f"{LIBRARY}, {word}": lambda rows, w=w: F.linear(rows, w),
+            f"{INVARIANT}, {word}": lambda rows, w=w: linear(rows, w),
+        }
+        found.append(classify(candidates, x, p.sizes, seek=True))
+    return pd.concat(found, ignore_index=True)
+
+
+def boundaries(frame: pd.DataFrame, candidate: str) -> list[int]:
+    """Row counts at which the candidate's class is another than at the size tried before."""
+    mine = frame[frame.candidate == candidate].sort_values("m")
+    return mine.m[mine.bit_class != mine.bit_class.shift()].tolist()[1:]
+
+
+def class_verdict(frame: pd.DataFrame) -> dict:
+    """Counts and controls for the check that the invariant kernels keep their bits where the library's do not."""
+    held = Classes(frame)
+    ours = [name for name in frame.candidate.unique() if name.startswith(INVARIANT)]
+    theirs = [name for name in frame.candidate.unique() if name.startswith(LIBRARY)]
+    mine = frame[frame.candidate.isin(ours)]
+    first = mine.groupby("candidate").bit_class.transform("first")
+    return {
+        "kept": Rate(int((mine.bit_class == first).sum()), len(mine)),
+        "holds": all(held.invariant(name) for name in ours),
+        "library_classes": {name: len(held.of(name)) for name in theirs},
+        "library_varies": any(len(held.of(name)) > 1 for name in theirs),
+        "no_row_moved": not bool(frame.rows_moved.any()),
+    }
+
+
+# ---------------------------------------------------------------- trees
+
+
+def trees(p: Parameters) -> dict[tuple[str, int], Tree]:
+    """(kernel, rows) to the tree by which it adds ``tree_terms`` products in float32."""
+    device = resolve_device(p.device)
+    return {
+        (name, M): matmul_tree(operation, M, p.outputs, p.tree_terms, torch.float32, device)
+        for name, operation in ((LIBRARY, F.linear), (INVARIANT, linear))
+        for M in p.tree_sizes
+    }
+
+
+def tree_table(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
+    """One row a kernel and row count: kernel, rows, tree (its name), depth, operands of its widest node."""
+    return pd.DataFrame(
+        [{"kernel": k, "rows": M, "tree": t.name, "depth": t.depth, "widest node": max(t.ways)} for (k, M), t in found.items()]
+    )
+
+
+def tree_edges(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
+    """Every different tree as edges to draw: panel, x, step, child_x, child_step. A term's place is its turn in the tree, a
+    node's the middle of its operands; its step is the earliest at which its addition can happen."""
+    panels: dict[Tree, dict[str, list[int]]] = {}
+    for (kernel, M), tree in found.items():
+        panels.setdefault(tree, {}).setdefault(kernel, []).append(M)
+    rows = []
+    for tree, users in panels.items():
+        where = "; ".join(f"{kernel} at {', '.join(map(str, sizes))}" for kernel, sizes in users.items())
+        x, step = list(map(float, np.argsort(tree.leaf_order()))), [0] * tree.leaves
+        for parts in tree.nodes:
+            x.append(float(np.mean([x[part] for part in parts])))
+            step.append(1 + max(step[part] for part in parts))
+            rows += [(f"{where} rows: depth {tree.depth}", x[-1], step[-1], x[part], step[part]) for part in parts]
+    return pd.DataFrame(rows, columns=["panel", "x", "step", "child_x", "child_step"])
+
+
+def trees_against_bits(p: Parameters, found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
+    """Every two row counts of a kernel: kernel, low, high, trees_equal, values_differ, values; float32 values of the rows
+    that both have, over eight batches."""
+    rows = []
+    for name, operation in ((LIBRARY, F.linear), (INVARIANT, linear)):
+        for low, high in combinations(p.tree_sizes, 2):
+            differ = values = 0
+            for seed in range(8):
+                x, w = _random(p, high, p.tree_terms, seed=10 + seed), _random(p, p.outputs, p.tree_terms, seed=50 + seed)
+                a, b = operation(x[:low], w), operation(x, w)[:low]
+                differ += int((a.view(torch.int32) != b.view(torch.int32)).sum())
+                values += a.numel()
+            equal = found[name, low] == found[name, high]
+            rows.append({"kernel": name, "low": low, "high": high, "trees_equal": equal, "values_differ": differ, "values": values})
+    return pd.DataFrame(rows)
+
+
+def known_trees_recovered(n: int = 40) -> Rate:
+    """Trees known by construction that the method gives back, of all tried."""
+    known = [sequential(n), pairwise(n), lanes(n, 8), segmented(n, 16)]
+    return Rate(sum(reduction_tree(lambda x, t=tree: t.evaluate(x), 8, n) == tree for tree in known), len(known))
+
+
+def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: Parameters) -> dict:
+    """Counts and controls for the checks on trees."""
+    count = {name: len({tree.name for (kernel, _), tree in found.items() if kernel == name}) for name in (LIBRARY, INVARIANT)}
+    agree = against.trees_equal == (against.values_differ == 0)
+    again = matmul_tree(F.linear, p.tree_sizes[0], p.outputs, p.tree_terms, torch.float32, resolve_device(p.device))
+    recovered = known_trees_recovered()
+    return {
+        "library": count[LIBRARY],
+        "invariant": count[INVARIANT],
+        "agree": Rate(int(agree.sum()), len(agree)),
+        "stable": again == found[LIBRARY, p.tree_sizes[0]],
+        "recovered": recovered,
+        "told_apart": sequential(40) != pairwise(40) and recovered.events == recovered.trials,
+        "both_happened": bool(against.trees_equal.any() and not against.trees_equal.all()),
+    }
+
+
+# ---------------------------------------------------------------- error
+
+
+def errors(p: Parameters) -> pd.DataFrame:
+    """Relative error against float64: dtype, kernel, rows, error, over ``error_rows`` rows, for the library all at once and row
+    by row; "coarse" is the library's result moved by 2^-7 of itself, a positive control."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = _random(p, p.error_rows, p.features, seed=2, dtype=dtype)
+        w = _random(p, p.outputs, p.features, seed=3, dtype=dtype)
+        exact = x.double() @ w.double().t()
+        plain = F.linear(x, w)
+        alone = torch.cat([F.linear(x[i : i + 1], w) for i in range(len(x))])
+        coarse = (plain.float() * (1 + 2.0**-7)).to(dtype)
+        for kernel, y in ((LIBRARY, plain), (ALONE, alone), (INVARIANT, linear(x, w)), ("coarse", coarse)):
+            error = float((y.double() - exact).norm() / exact.norm())
+            found.append({"dtype": str(dtype).removeprefix("torch."), "kernel": kernel, "rows": p.error_rows, "error": error})
+    return pd.DataFrame(found)
+
+
+def error_verdict(frame: pd.DataFrame) -> dict:
+    """Largest ratio of the invariant kernel's error to the library's in the batch and row by row, and the coarse one's least."""
+    wide = frame.pivot(index="dtype", columns="kernel", values="error")
+    return {
+        "batch": float((wide[INVARIANT] / wide[LIBRARY]).max()),
+        "alone": float((wide[INVARIANT] / wide[ALONE]).max()),
+        "coarse": float((wide.coarse / wide[LIBRARY]).min()),
+    }
+
+
+# ---------------------------------------------------------------- in use
+
+
+def _model(p: Parameters, dtype) -> torch.nn.Module:
+    torch.manual_seed(p.seed)
+    parts = torch.nn
+    model = parts.Sequential(parts.Linear(p.features, p.outputs), parts.SiLU(), parts.Linear(p.outputs, p.features), parts.RMSNorm(p.features),
+                             parts.Linear(p.features, 256), parts.LogSoftmax(-1))  # fmt: skip
+    return model.to(dtype).to(resolve_device(p.device))
+
+
+def in_use(p: Parameters) -> tuple[pd.DataFrame, InvariantKernels]:
+    """A feed-forward model alone and in batches, as it is and under `InvariantKernels`: kernels, rows_checked, rows_differ,
+    rerun_differs; and what the context manager saw."""
+    model, x = _model(p, torch.float32), _random(p, max(p.sizes), p.features, seed=4)
+    used, found = InvariantKernels(), []
+
+    def inside(rows):
+        with used:
+            return model(rows)
+
+    with torch.no_grad():
+        for name, run in (("default", model), (INVARIANT, inside)):
+            checked = min(32, len(x))
+            alone = torch.cat([run(x[i : i + 1]) for i in range(checked)])
+            again = torch.cat([run(x[i : i + 1]) for i in range(checked)])
+            differ = total = 0
+            for M in p.sizes:
+                rows = min(M, checked)
+                differ += int((run(x[:M])[:rows] != alone[:rows]).any(1).sum())
+                total += rows
+            found.append({"kernels": name, "rows_checked": total, "rows_differ": differ, "rerun_differs": int((alone != again).sum())})
+    return pd.DataFrame(found), used
+
+
+# ---------------------------------------------------------------- recorded on a GPU
+
+
+@cache
+def recorded(name: str) -> pd.DataFrame | None:
+    """A recorded table, or None where no GPU has written it yet."""
+    path = data_path("recorded", f"{name}.csv")
+    return pd.read_csv(path) if path.exists() else None
+
+
+def recorded_on(frame: pd.DataFrame) -> str:
+    one = frame.iloc[-1]
+    return f"{one.gpu}, driver {one.driver}, torch {one.torch}, triton {one.triton}, {one.date}, commit {one.commit}"
+
+
+def recorded_ratios(name: str, metric: str = "time") -> pd.DataFrame | None:
+    """Invariant time over the default's in the same run: shape, m, value, baseline, ratio; None where not recorded."""
+    frame = recorded(name)
+    if frame is None:
+        return None
+    mine = frame[(frame.metric == metric) & (frame.policy == INVARIANT)]
+    return mine[["kernel", "policy", "shape", "m", "value", "baseline", "ratio"]].reset_index(drop=True) if len(mine) else None
+
+
+def recorded_classes(kernel: str = "gemm") -> pd.DataFrame | None:
+    """shape, candidate, m, bit_class, rows_moved as recorded on a GPU; None where not recorded."""
+    frame = recorded("gemm_classes")
+    frame = None if frame is None else frame[frame.kernel == kernel]
+    return None if frame is None or frame.empty else frame.reset_index(drop=True)
+
+
+def geometric_mean(values) -> float:
+    return float(np.exp(np.log(np.asarray(values, float)).mean()))
+
+
+def cost_sentence(name: str, frame: pd.DataFrame | None) -> str:
+    """What a recorded comparison says, or that there is none yet."""
+    if frame is None:
+        return f"No GPU has recorded `{name}` yet: `batch-variance bench {name}` does."
+    worst = frame.loc[frame.ratio.idxmax()]
+    return (f"{name}: over {len(frame)} shapes and row counts the invariant kernel takes {geometric_mean(frame.ratio):.3f} times the default's time "
+            f"(geometric mean), at best {frame.ratio.min():.2f} and at worst {worst.ratio:.2f} (m = {worst.m}, {worst['shape']}).")  # fmt: skip
+
+
+def recorded_class_verdict(frame: pd.DataFrame) -> dict:
+    """Counts and controls for the recorded check: shapes in which the invariant dispatch keeps one class."""
+    default = LIBRARY if (frame.candidate == LIBRARY).any() else "default"
+    classes = frame.groupby(["shape", "candidate"]).bit_class.nunique().unstack()
+    ours = frame[frame.candidate == INVARIANT]
+    return {
+        "kept": Rate(int((classes[INVARIANT] == 1).sum()), len(classes)),
+        "default_classes": [int(n) for n in classes[default]],
+        "default_varies": bool((classes[default] > 1).any()),
+        "ran": bool((ours.failure.isna() | (ours.failure == "")).all()),
+        "no_row_moved": not bool(ours.rows_moved.any()),
+        "configurations": int(frame.candidate.nunique() - 2),
+    }
