@@ -309,12 +309,13 @@ def open_page(browser, path, width, scheme="light", **kw):
 
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_browser_asks_for_nothing_and_complains_of_nothing(report, browser, name, width):
+def test_a_browser_asks_for_nothing_and_complains_of_nothing(report, browser, name, width, tmp_path):
     path = report / f"{name}.html"
     page, requests, complaints = open_page(browser, path, width)
     assert requests == [path.as_uri()] and complaints == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    page.screenshot(path=tmp_path / f"{name}-{width}.png", full_page=True)  # to look at
     page.context.close()
 
 

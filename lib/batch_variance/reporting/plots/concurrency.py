@@ -3,6 +3,8 @@
 Every function takes small tidy frames, so that a figure's data can be kept beside it.
 """
 
+import html
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -43,16 +45,15 @@ def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure
                    label="run A against run B")
     texts.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     texts.set(ylabel="requests whose text differs", ylim=(-0.02, None), title="Texts")
-    texts.legend(loc="upper left", fontsize=9)
     mean = table.groupby("concurrency")["co-resident rows"].mean()
     rows.plot(mean.index, mean, "o-", color="C3")
     rows.plot(mean.index, mean.index, color="#777777", linewidth=1, linestyle="--", label="concurrency")
     rows.set_yscale("log", base=2)
     rows.yaxis.set_major_formatter("{x:g}")
-    rows.set(title="Co-resident rows", ylabel="rows in a request's steps, mean")
-    rows.legend(loc="upper left", fontsize=9)
+    rows.set(title="Co-resident rows", ylabel="rows a step, mean")
     for ax in (texts, rows):
         _by_doubling(ax, table.concurrency.unique())
+    fig.legend(*(a + b for a, b in zip(texts.get_legend_handles_labels(), rows.get_legend_handles_labels())), loc="outside lower center", ncols=4, fontsize=9)
     fig.suptitle(label, fontsize=10)
     return fig
 
@@ -94,13 +95,13 @@ def margins(curves: pd.DataFrame, ratios: pd.DataFrame, label: str = "") -> Figu
             left.step(part.margin, part.share, where="post", color=colour, linestyle=line, linewidth=width, label=f"{name} ({part.count_.iloc[0]:,})")
     left.set_xscale("symlog", linthresh=0.01)
     left.set(xlabel="margin (top-1 minus top-2 logit)", ylabel="share of positions up to it", ylim=(0, 1.02), title="Margins")
-    left.legend(fontsize=8, loc="upper left")
     right.errorbar(ratios.concurrency, ratios.ratio, yerr=[(ratios.ratio - ratios.low).clip(lower=0), (ratios.high - ratios.ratio).clip(lower=0)], fmt="o", color="C0", capsize=2)
     right.axhline(1, color="#777777", linewidth=1, linestyle="--")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.9), max(high, 1.1))
-    right.set(ylabel="in the batch over alone", title="Median margin, same positions")
+    right.set(ylabel="in the batch over alone", title="Median, same places")
     _by_doubling(right, ratios.concurrency)
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     fig.suptitle(label, fontsize=10)
     return fig
 
@@ -115,7 +116,7 @@ def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figu
         first.step(part.tokens, part.share, where="post", color=colours[level], label=f"{level}")
         first.fill_between(part.tokens, part.low, part.high, step="post", color=colours[level], alpha=0.12, linewidth=0)
     first.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    first.set(xlabel="tokens generated", ylabel="requests still with the text alone", title="First divergence")
+    first.set(xlabel="tokens generated", ylabel="requests not yet diverged", title="First divergence")
     first.set_ylim(min(first.get_ylim()[0], 0.9), 1.01)
     first.legend(title="concurrency", fontsize=8, title_fontsize=9, loc="lower left", ncols=2)
     if len(spans):
@@ -124,7 +125,7 @@ def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figu
     else:
         _note(second, "no text diverged")
     second.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    second.set(xlabel="tokens after the first that differs", ylabel="diverged requests that agree so long", ylim=(0, 1.02), title="Second span")
+    second.set(xlabel="tokens after the first that differs", ylabel="texts that still agree", ylim=(0, 1.02), title="Second span")
     fig.suptitle(label, fontsize=10)
     return fig
 
@@ -208,3 +209,19 @@ def parity(found: pd.DataFrame, label: str = "") -> Figure:
         ax.set_title(case, fontsize=9)
     fig.suptitle(label, fontsize=10)
     return fig
+
+
+def texts_html(tokens: pd.DataFrame, prompt: str, split: int) -> str:
+    """Both texts token by token as HTML, tokens that differ marked by colour and underline. tokens: `studies.concurrency.Pair.tokens`."""
+
+    def line(column: str, margin: str) -> str:
+        pieces = []
+        for index, row in enumerate(tokens.to_dict("records")):
+            style = "" if row["same"] else "background:#F6D5C3;text-decoration:underline;"
+            style += "outline:2px solid #D55E00;" if index == split else ""
+            known = f", margin {row[margin]:.3g}" if column == "alone" or index <= split else ""
+            pieces.append(f'<span style="{style}" title="token {index}{known}">{html.escape(str(row[column]))}</span>')
+        return f'<p style="margin:0.2em 0;white-space:pre-wrap"><strong>{column}:</strong> {"".join(pieces)}</p>'
+
+    return (f'<div role="group" aria-label="one prompt\'s text alone and in the batch"><p style="margin:0.2em 0"><em>{html.escape(prompt)}</em></p>'
+            + line("alone", "margin alone") + line("in the batch", "margin in the batch") + "</div>")

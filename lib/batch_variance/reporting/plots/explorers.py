@@ -40,24 +40,26 @@ def pieces_on(ax: Axes, pieces: pd.DataFrame) -> None:
         boxes(ax, part.begin_block, part.end_block, np.full(len(part), height - 0.3), 0.6, facecolors=shades, edgecolors="white", linewidths=0.5)
     counts = pieces.case.value_counts().to_dict()
     ax.set_yticks(range(len(cases)), [f"{case}\n{counts[case]} piece{'s' if counts[case] > 1 else ''}" for case in cases])
-    ax.set(xlim=(0, max(pieces.end_block.max(), 1)), ylim=(len(cases) - 0.5, -0.5))
+    end = pieces.end_block.max() if len(pieces) else 1  # a row without tokens has no piece
+    ax.set(xlim=(0, end), ylim=(max(len(cases), 1) - 0.5, -0.5))
     ax.grid(axis="y", visible=False)
 
 
 @drawn
 def schedules(segments: pd.DataFrame, pieces: pd.DataFrame, parts: int) -> Figure:
-    """A column a state: its schedule above, the watched row's pieces below. Both frames have a column ``state``."""
+    """Two states a row: the schedule above, the watched row's pieces below. Both frames have a column ``state``."""
     states = list(dict.fromkeys(segments.state))
-    fig, axes = plt.subplots(2, len(states), figsize=(3.1 * len(states), 4.6), squeeze=False, height_ratios=(4, 1))
-    for (top, bottom), state in zip(axes.T, states):
+    rows = -(-len(states) // 2)
+    fig, axes = plt.subplots(2 * rows, 2, figsize=(7.2, 4.0 * rows), squeeze=False, height_ratios=(4, 1) * rows)
+    for place, state in enumerate(states):
+        top, bottom = axes[2 * (place // 2) : 2 * (place // 2) + 2, place % 2]
         schedule_on(top, segments[segments.state == state], parts)
         top.set_title(state, fontsize=10)
         top.set_xlabel("time (blocks, overhead included)", fontsize=9)
-        part = pieces[pieces.state == state]
-        pieces_on(bottom, part.assign(case=part.case.str.replace("in the batch", "batch")))
+        top.set_ylabel("SM part", fontsize=9)
+        pieces_on(bottom, pieces[pieces.state == state].replace({"case": {"in the batch": "batch"}}))
         bottom.tick_params(axis="y", labelsize=8)
         bottom.set_xlabel("block of the watched row", fontsize=9)
-    axes[0, 0].set_ylabel("SM part")
     return fig
 
 

@@ -17,7 +17,7 @@ from ...common import BadInput
 from ..figures import METADATA, bundle
 
 DPI = 100
-WIDE = W.Layout(width="30rem", max_width="100%")
+WIDE = W.Layout(width="29.5rem", max_width="100%")
 LABEL = {"description_width": "11rem"}
 
 
@@ -33,7 +33,7 @@ class Explorer:
         self.picture, self.sentence = W.HTML(), W.HTML()
         self.picture.add_class("bv-explorer-picture")
         self.sentence.add_class("bv-explorer-sentence")
-        self.panel = W.VBox(list(controls.values()))
+        self.panel = W.VBox([line(control) for control in controls.values()])
         self.view = W.VBox([W.HTML(f"<strong>{html.escape(title)}</strong>"), self.panel, self.sentence, self.picture])
         self.view.add_class("bv-explorer")
         self._held = False
@@ -94,9 +94,23 @@ def _png(fig: Figure) -> bytes:
     return png.getvalue()
 
 
-def slider(label: str, value: int, low: int, high: int, step: int = 1) -> W.IntSlider:
-    return W.IntSlider(value, low, high, step, description=label, style=LABEL, layout=WIDE)
+def knob(label: str, value: int, low: int, high: int) -> W.BoundedIntText:
+    """A whole number with a label: a field for the keyboard and, ``beside`` it, a slider for the mouse.
+
+    The field is there because JupyterLab takes arrow keys for itself unless text is being edited, and because the handle
+    of ipywidgets' slider has no name that a screen reader could say.
+    """
+    field = W.BoundedIntText(value, min=low, max=high, description=label, style=LABEL, layout=W.Layout(width="17.5rem"))
+    field.beside = W.IntSlider(value, low, high, readout=False, layout=W.Layout(width="12rem"))
+    for trait in ("max", "value"):
+        W.link((field, trait), (field.beside, trait))
+    return field
 
 
 def choice(label: str, options, value) -> W.Dropdown:
     return W.Dropdown(options=options, value=value, description=label, style=LABEL, layout=WIDE)
+
+
+def line(control: W.Widget) -> W.Widget:
+    """A control as it stands in the panel."""
+    return W.HBox([control, control.beside], layout=W.Layout(flex_flow="row wrap")) if hasattr(control, "beside") else control

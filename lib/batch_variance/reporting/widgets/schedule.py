@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from ...schedules import BATCH_WIDE, Plan, make_plan
 from ..plots import explorers as plots
-from .explorer import LABEL, WIDE, Explorer, canvas, choice, present, slider
+from .explorer import Explorer, canvas, choice, knob, line, present
 
 RULES = (BATCH_WIDE, "root-length", "never-split", "fixed-count-4", "fixed-chunk-8", "free-4", "by-length-4-16")
 MOST_ROWS = 12  # rows with a slider of their own
@@ -46,14 +46,14 @@ class ScheduleExplorer(Explorer):
 
     def __init__(self, lengths: Sequence[int], watched: int, parts: int, block: int, overhead: int, rule: str, longest: int):
         self._rows = [
-            slider(f"row {row} (tokens)", int(lengths[row]) if row < len(lengths) else longest // 4, 0, longest)
+            knob(f"row {row} (tokens)", int(lengths[row]) if row < len(lengths) else longest // 4, 0, longest)
             for row in range(max(MOST_ROWS, len(lengths)))
         ]
         self._overhead = overhead
         controls = {
-            "rows": slider("rows in the batch", len(lengths), 1, len(self._rows)),
-            "watched": slider("watched row", watched, 0, len(lengths) - 1),
-            "parts": slider("SM parts (programs)", parts, 1, max(132, parts)),
+            "rows": knob("rows in the batch", len(lengths), 1, len(self._rows)),
+            "watched": knob("watched row", watched, 0, len(lengths) - 1),
+            "parts": knob("SM parts (programs)", parts, 1, max(132, parts)),
             "block": choice("block size (tokens)", sorted({16, 32, 64, 128, 256, block}), block),
             "rule": choice("rule", list(dict.fromkeys([*RULES, rule])), rule),
         }
@@ -63,12 +63,12 @@ class ScheduleExplorer(Explorer):
         controls["rows"].observe(self._fit, "value")
         controls |= {f"row {place}": one for place, one in enumerate(self._rows)}
         super().__init__(controls, self.draw, "Schedule explorer: how a batch is cut over SM parts")
-        self._lengths = W.VBox(self._rows[: len(lengths)])
-        first = [controls[name] for name in ("rule", "parts", "block", "watched", "rows")]
+        self._lengths = W.VBox([line(one) for one in self._rows[: len(lengths)]])
+        first = [line(controls[name]) for name in ("rule", "parts", "block", "watched", "rows")]
         self.panel.children = [W.HBox([W.VBox(first), W.VBox([W.HBox([add, drop]), self._lengths])], layout=W.Layout(flex_flow="row wrap"))]
 
     def _fit(self, change) -> None:
-        self._lengths.children = self._rows[: change["new"]]
+        self._lengths.children = [line(one) for one in self._rows[: change["new"]]]
         self.controls["watched"].max = change["new"] - 1
 
     def draw(self, rows: int, watched: int, parts: int, block: int, rule: str, **_) -> tuple[Figure, str]:
@@ -84,10 +84,10 @@ class ScheduleExplorer(Explorer):
         plots.pieces_on(right, pieces)
         right.set(xlabel="block of the row's KV cache")
         right.set_title(f"row {watched}, {lengths[watched]:,} tokens", y=1.0)
-        return fig, self._words(lengths, watched, block, segments, pieces, rule)
+        return fig, self._words(lengths, watched, parts, block, segments, pieces, rule)
 
     @staticmethod
-    def _words(lengths, watched, block, segments, pieces, rule) -> str:
+    def _words(lengths, watched, parts, block, segments, pieces, rule) -> str:
         counts = pieces.groupby("case").size()
         here, alone = int(counts.get("in the batch", 0)), int(counts.get("alone", 0))
         same = pieces[pieces.case == "alone"].drop(columns="case").to_numpy().tolist() == pieces[
@@ -95,7 +95,7 @@ class ScheduleExplorer(Explorer):
         tree = "the same reduction tree, so the same order of additions" if same else "another reduction tree than alone"
         return (f"Under {rule}, row {watched} ({lengths[watched]:,} tokens, {-(-lengths[watched] // block)} blocks of {block}) is cut into "
                 f"{here} piece{'s' * (here != 1)} in this batch of {len(lengths)} and into {alone} alone: {tree}. "
-                f"{segments.part.nunique()} SM parts work, the last until block time {int(segments.stop.max()) if len(segments) else 0}.")
+                f"{segments.part.nunique()} of {parts} SM parts work, the last until block time {int(segments.stop.max()) if len(segments) else 0}.")
 
 
 def schedule_explorer(p, name: str = "schedule-explorer") -> str:

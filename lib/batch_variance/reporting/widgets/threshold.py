@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from ...studies.row_threshold_routing import Routing
 from ..plots import explorers as plots
-from .explorer import Explorer, canvas, choice, present, slider
+from .explorer import Explorer, canvas, choice, knob, present
 
 
 STATES = ((8, 1), (32, 1), (32, 4))  # (requests, tokens of each) that the twin shows
@@ -19,12 +19,12 @@ class ThresholdExplorer(Explorer):
         counts = routing.expert_counts
         experts = experts if experts in counts else counts[len(counts) // 2]
         controls = {
-            "requests": slider("requests in the step", 8, 1, 64),
-            "tokens": slider("tokens of each request", 1, 1, 64),
+            "requests": knob("requests in the step", 8, 1, 64),
+            "tokens": knob("tokens of each request", 1, 1, 64),
             "experts": choice("experts", counts, experts),
-            "top_k": slider("top-k (experts a row uses)", min(top_k, experts), 1, experts),
+            "top_k": knob("top-k (experts a row uses)", min(top_k, experts), 1, experts),
             "layer": choice("layer", routing.layers, routing.layers[len(routing.layers) // 2]),
-            "threshold": slider("threshold (rows)", threshold, 0, max(128, threshold)),
+            "threshold": knob("threshold (rows)", threshold, 0, max(128, threshold)),
         }
         controls["experts"].observe(lambda change: setattr(controls["top_k"], "max", change["new"]), "value")
         super().__init__(controls, self.draw, "Threshold explorer: which expert crosses the row threshold")

@@ -1,7 +1,6 @@
 """The tree explorer: two reduction trees of one sum, and the additions that only one of them makes.
 
-A tree is an integer (a term's number) or a tuple of trees (one addition, of two terms or, where a kernel fuses more, of
-several). Any depth: a running sum over hundreds of terms is as deep as it is long.
+A tree is what ``numerics.trees`` reveals of a kernel, or nested tuples of terms' numbers: ``((0, 1), 2)``.
 """
 
 from typing import Mapping
@@ -10,47 +9,31 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ...common import BadInput
+from ...numerics.trees import Nested, Tree
 from ...schedules import BATCH_WIDE, make_plan
 from ..plots import explorers as plots
 from .explorer import Explorer, canvas, choice, present
 
-Tree = int | tuple
+def additions(tree: Tree | Nested) -> dict[tuple[int, ...], tuple[int, list[int], list[float]]]:
+    """Every addition of a tree by what it adds: the sets of terms of its operands, as bit masks in order.
 
-
-def additions(tree: Tree) -> dict[tuple[int, ...], tuple[int, list, list]]:
-    """Every addition of a tree by what it adds: the sets of terms of its children, as bit masks.
-
-    Maps (child mask, ...) sorted to (height, children's heights, children's mean terms). Raises BadInput for anything
-    but integers and tuples, or a term that occurs twice.
+    Maps to (height above the terms, operands' heights, operands' places on the axis of terms). Raises BadInput for
+    nested tuples that are no tree.
     """
-    found: dict[tuple[int, ...], tuple[int, list, list]] = {}
-    done: list[tuple[int, int, float]] = []  # (mask, height, place), of subtrees whose parent is still open
-    stack: list[tuple[Tree, bool]] = [(tree, False)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            parts = [done.pop() for _ in node][::-1]
-            masks = [mask for mask, _, _ in parts]
-            together = 0
-            for mask in masks:
-                if together & mask:
-                    raise BadInput("a term occurs twice in the tree: each term is added once.")
-                together |= mask
-            height = 1 + max(high for _, high, _ in parts)
-            place = sum(x for _, _, x in parts) / len(parts)
-            found[tuple(sorted(masks))] = (height, [high for _, high, _ in parts], [x for _, _, x in parts])
-            done.append((together, height, place))
-        elif isinstance(node, tuple) and len(node) > 1:
-            stack.append((node, True))
-            stack.extend((child, False) for child in reversed(node))
-        elif isinstance(node, int) and not isinstance(node, bool) and node >= 0:
-            done.append((1 << node, 0, float(node)))
-        else:
-            raise BadInput(f"{str(node)[:60]} is no tree: give a term's number, or a tuple of two trees or more.")
+    tree = tree if isinstance(tree, Tree) else Tree.of(tree)
+    masks = [1 << term for term in range(tree.leaves)]
+    heights, places = [0] * tree.leaves, [float(term) for term in range(tree.leaves)]
+    found = {}
+    for parts in tree.nodes:
+        below, at = [heights[part] for part in parts], [places[part] for part in parts]
+        found[tuple(sorted(masks[part] for part in parts))] = (1 + max(below), below, at)
+        masks.append(sum(masks[part] for part in parts))  # disjoint, so their sum is their union
+        heights.append(1 + max(below))
+        places.append(sum(at) / len(at))
     return found
 
 
-def lines_of(tree: Tree, other: Tree) -> pd.DataFrame:
+def lines_of(tree: Tree | Nested, other: Tree | Nested) -> pd.DataFrame:
     """The tree as lines (x0, y0, x1, y1), ``own`` where the other tree makes no such addition; and leaves."""
     mine, theirs = additions(tree), additions(other)
     rows = []
@@ -59,10 +42,10 @@ def lines_of(tree: Tree, other: Tree) -> pd.DataFrame:
         rows.append((min(places), height, max(places), height, own))
         rows += [(x, low, x, height, own) for x, low in zip(places, below)]
     leaves = max((sum(key).bit_length() for key in mine), default=1)
-    return pd.DataFrame(rows, columns=["x0", "y0", "x1", "y1", "own"]).assign(leaves=leaves)
+    return pd.DataFrame(rows, columns=["x0", "y0", "x1", "y1", "own"]).astype({"own": bool}).assign(leaves=leaves)
 
 
-def words(first: str, a: Tree, second: str, b: Tree) -> str:
+def words(first: str, a: Tree | Nested, second: str, b: Tree | Nested) -> str:
     """How many additions the two share."""
     mine, theirs = additions(a), additions(b)
     shared = len(mine.keys() & theirs.keys())
@@ -76,7 +59,7 @@ def words(first: str, a: Tree, second: str, b: Tree) -> str:
 class TreeExplorer(Explorer):
     """Two choices among named trees of the same terms."""
 
-    def __init__(self, trees: Mapping[str, Tree], first: str, second: str):
+    def __init__(self, trees: Mapping[str, Tree | Nested], first: str, second: str):
         self._trees = dict(trees)
         names = list(self._trees)
         controls = {"first": choice("first tree", names, first), "second": choice("second tree", names, second)}
@@ -94,7 +77,7 @@ class TreeExplorer(Explorer):
         return fig, words(first, self._trees[first], second, self._trees[second])
 
 
-def tree_explorer(trees: Mapping[str, Tree], tier: str, n: int | str, pairs: list[tuple[str, str]] | None = None, name: str = "tree-explorer") -> str:
+def tree_explorer(trees: Mapping[str, Tree | Nested], tier: str, n: int | str, pairs: list[tuple[str, str]] | None = None, name: str = "tree-explorer") -> str:
     """Display the explorer; returns a sentence on what its twin shows.
 
     trees: two or more by name, of the same terms. pairs: those that the static twin shows; the first pair is where the
@@ -117,7 +100,7 @@ def tree_explorer(trees: Mapping[str, Tree], tier: str, n: int | str, pairs: lis
     return present(live, plots.tree_pairs(pd.concat(frames, ignore_index=True)), name, alt, tier, n)
 
 
-def fold_trees(p, batches: tuple[int, ...] = (1, 8, 64)) -> dict[str, Tree]:
+def fold_trees(p, batches: tuple[int, ...] = (1, 8, 64)) -> dict[str, Nested]:
     """Trees of the watched row's blocks in batches of several sizes, under FlashMLA's schedule and p's own-length rule.
 
     p: ``studies.split_scheduler.Parameters``. A term is a block; a piece adds its blocks one after another, and pieces
@@ -134,13 +117,13 @@ def fold_trees(p, batches: tuple[int, ...] = (1, 8, 64)) -> dict[str, Tree]:
     return found
 
 
-def fold(bounds: list[int]) -> Tree:
+def fold(bounds: list[int]) -> Nested:
     """The tree of pieces that begin at ``bounds`` (rising, the row's end last): blocks in turn, then pieces in turn."""
     pieces = [_in_turn(list(range(begin, end))) for begin, end in zip(bounds, bounds[1:]) if end > begin]
     return _in_turn(pieces) if pieces else 0
 
 
-def _in_turn(parts: list) -> Tree:
+def _in_turn(parts: list) -> Nested:
     tree = parts[0]
     for part in parts[1:]:
         tree = (tree, part)
