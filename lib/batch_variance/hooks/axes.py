@@ -138,15 +138,15 @@ class Planner:
 
 
 def other_values(rows: torch.Tensor) -> torch.Tensor:
-    """Values for rows whose contents are to be others: the same ones in another order and another size.
+    """Values [R, ...] for rows [R, ...] whose contents are to be others: each row's own in another order and size.
 
     Sizes change by a power of two, so that what is finite stays finite in all but extreme rows; zeros become ones.
     Floating values keep their sign, since scales must stay positive; integers and booleans are only reordered.
     """
-    flat = rows.flatten().flip(0).roll(1)
-    if not rows.dtype.is_floating_point:
-        return flat.view(rows.shape)
-    wide = flat.to(torch.float32) if rows.dtype.itemsize < 4 else flat
-    # Eight-bit floats have no room above, so they shrink.
-    wide = torch.where(wide == 0, 1.0, wide * (4.0 if rows.dtype.itemsize > 1 else 0.25))
-    return wide.to(rows.dtype).view(rows.shape)
+    narrow = rows.dtype.is_floating_point and rows.dtype.itemsize < 4
+    values = rows.to(torch.float32) if narrow else rows
+    values = values.reshape(len(rows), -1).flip(1).roll(1, 1).view(rows.shape)
+    if rows.dtype.is_floating_point:
+        # Eight-bit floats have no room above, so they shrink.
+        values = torch.where(values == 0, 1.0, values * (4.0 if rows.dtype.itemsize > 1 else 0.25))
+    return values.to(rows.dtype)

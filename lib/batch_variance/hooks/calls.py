@@ -23,29 +23,46 @@ def signature_of(function: Callable) -> inspect.Signature | None:
         return None
 
 
-@dataclass(frozen=True)
-class Call:
-    """Arguments by name. Without a signature, positional ones are named ``0``, ``1``, ..."""
+class Binder:
+    """Names the arguments of one function's calls. Without a signature, positional ones are ``0``, ``1``, ..."""
 
-    values: Mapping[str, Any]
-    positional: tuple[str, ...]
-    variadic: str | None
-    splat: str | None
+    def __init__(self, signature: inspect.Signature | None):
+        self._signature = signature
+        parameters = signature.parameters.values() if signature is not None else ()
+        self._by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._required = {p.name for p in parameters if p.default is p.empty}
+        # Where each parameter has a name of its own, most calls are bound without inspect, which takes longer.
+        self._plain = signature is not None and all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
 
-    @classmethod
-    def bind(cls, signature: inspect.Signature | None, args: tuple, kwargs: Mapping[str, Any]) -> "Call":
-        """Name the arguments. Raises TypeError where the function itself would."""
-        if signature is None:
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> "Call":
+        """Raises TypeError where the function itself would."""
+        if self._signature is None:
             names = tuple(str(i) for i in range(len(args)))
-            return cls({**dict(zip(names, args)), **kwargs}, names, None, None)
-        values = dict(signature.bind(*args, **kwargs).arguments)
-        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+            return Call({**dict(zip(names, args)), **kwargs}, names, None, None)
+        if self._plain and len(args) <= len(self._by_position):
+            values = dict(zip(self._by_position, args))
+            values.update(kwargs)
+            known = values.keys() <= self._signature.parameters.keys()
+            if known and len(values) == len(args) + len(kwargs) and self._required <= values.keys():
+                return Call({n: values[n] for n in self._signature.parameters if n in values}, (), None, None)
+        values = dict(self._signature.bind(*args, **kwargs).arguments)
+        kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
         variadic = next((n for n in values if kinds[n] is inspect.Parameter.VAR_POSITIONAL), None)
         splat = next((n for n in values if kinds[n] is inspect.Parameter.VAR_KEYWORD), None)
         before = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         # With *args in use everything before it must stay positional; otherwise keywords keep the names readable.
         positional = tuple(n for n in values if kinds[n] in (before if variadic else before[:1]))
-        return cls(values, positional, variadic, splat)
+        return Call(values, positional, variadic, splat)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments by name."""
+
+    values: Mapping[str, Any]
+    positional: tuple[str, ...]
+    variadic: str | None
+    splat: str | None
 
     @property
     def args(self) -> tuple:
@@ -63,7 +80,7 @@ class Call:
         return function(*self.args, **self.kwargs)
 
     def with_values(self, values: Mapping[str, Any]) -> "Call":
-        return dataclasses.replace(self, values=values)
+        return Call(values, self.positional, self.variadic, self.splat)
 
     def has(self, path: str) -> bool:
         """Whether the path leads to a value other than None in this call."""
@@ -80,7 +97,9 @@ class Call:
         """A call with the values at these paths replaced; the containers on the way are copied, never changed."""
         values = dict(self.values)
         for path, value in changes.items():
-            if self.splat and path.split(".")[0] in values[self.splat]:
+            if path in values:
+                values[path] = value
+            elif self.splat and path.split(".")[0] in values[self.splat]:
                 values[self.splat] = set_path(values[self.splat], path, value)
             else:
                 values = set_path(values, path, value)
@@ -88,6 +107,8 @@ class Call:
 
     def flat(self) -> dict[str, Any]:
         """Arguments by name, with ``**kwargs`` spread out: what paths, checks and metadata makers go by."""
+        if self.splat is None:
+            return dict(self.values)
         named = {name: value for name, value in self.values.items() if name != self.splat}
         return {**named, **(self.values[self.splat] if self.splat else {})}
 

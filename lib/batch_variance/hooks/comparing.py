@@ -6,14 +6,16 @@ distance 0.
 """
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Sequence
 
 import torch
 
 from ..numerics import row_scaled_ulp, ulp_distance
-from .snapshots import bits
+from .snapshots import Questions, bits, differs
 
 BUCKETS = 65  # ULP histogram: bucket k counts differing elements whose ULP distance has k binary digits
+AT_ONCE = 2**24  # bytes of rows that a comparison may keep until it is read, and that are measured on the host
 
 
 @dataclass
@@ -40,8 +42,66 @@ class Difference:
             self.elements_differ + other.elements_differ,
             max(self.max_ulp, other.max_ulp),
             max(self.max_row_scaled_ulp, other.max_row_scaled_ulp),
-            [a + b for a, b in zip(self.histogram, other.histogram)],
+            [a + b for a, b in zip(self.histogram, other.histogram)]
+            if other.elements_differ
+            else list(self.histogram),
         )
+
+
+class ShapeChanged(Exception):
+    """A replay gave a result of another shape, so its rows cannot be compared."""
+
+
+class Comparison:
+    """One replay's rows beside the real call's: which differ is asked at once, and read when it is wanted.
+
+    before, after, moved: as for ``compare_rows``. The replay's rows are copied, since its result may lie in a buffer
+    that the next replay writes over; rows of more than ``AT_ONCE`` bytes are measured at once and let go.
+    Raises ShapeChanged when a row's shape or dtype is another.
+    """
+
+    def __init__(
+        self,
+        before: Sequence[Sequence[torch.Tensor]],
+        after: Sequence[Sequence[torch.Tensor]],
+        moved: Sequence[bool],
+        questions: Questions,
+    ):
+        for old, new in zip(chain(*before), chain(*after), strict=True):
+            if old.shape != new.shape or old.dtype != new.dtype:
+                raise ShapeChanged(
+                    f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
+                )
+        self._moved, self._questions = moved, questions
+        self._rows = [(olds, _copied(news)) for olds, news in zip(before, after, strict=True)]
+        self._numbers = [questions.ask(_unequal(olds, news)) for olds, news in self._rows]
+        self._found: Difference | None = None
+        if sum(row.numel() * row.element_size() for row in chain(*before)) > AT_ONCE:
+            self.difference()
+
+    def differing(self) -> list[bool]:
+        """Which rows differ in any result."""
+        found = [False] * len(self._moved)
+        for number in self._numbers:
+            found = [any(pair) for pair in zip(found, self._questions.answer(number), strict=True)]
+        return found
+
+    def difference(self) -> Difference:
+        if self._found is None:
+            differing = self.differing()
+            found = Difference(
+                rows=len(differing),
+                rows_differ=sum(differing),
+                rows_unmoved=sum(not m for m in self._moved),
+                differ_unmoved=sum(d and not m for d, m in zip(differing, self._moved)),
+                elements=sum(row.numel() for olds, _ in self._rows for row in olds),
+            )
+            for (olds, news), number in zip(self._rows, self._numbers):
+                for old, new, differs in zip(olds, news, self._questions.answer(number)):
+                    if differs:
+                        _measure(found, old, new)
+            self._found, self._rows = found, []
+        return self._found
 
 
 def compare_rows(
@@ -51,52 +111,47 @@ def compare_rows(
 
     ``moved[r]`` says whether the row's index changed. Raises ShapeChanged when a row's shape or dtype is another.
     """
-    found = Difference(rows=len(moved), rows_unmoved=sum(not m for m in moved))
-    differs = [False] * len(moved)
-    for olds, news in zip(before, after, strict=True):
-        for r, (old, new) in enumerate(zip(olds, news, strict=True)):
-            if old.shape != new.shape or old.dtype != new.dtype:
-                raise ShapeChanged(
-                    f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
-                )
-        found.elements += sum(old.numel() for old in olds)
-        for r, old, new in _unequal(olds, news):
-            differs[r] = True
-            _measure(found, old, new)
-            found.max_row_scaled_ulp = max(found.max_row_scaled_ulp, scaled(old, new))
-    found.rows_differ = sum(differs)
-    found.differ_unmoved = sum(d and not m for d, m in zip(differs, moved))
-    return found
+    return Comparison(before, after, moved, Questions()).difference()
 
 
-class ShapeChanged(Exception):
-    """A replay gave a result of another shape, so its rows cannot be compared."""
+def _copied(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A copy of the rows, in one tensor where they are several of one shape."""
+    if _one(rows):
+        return [rows[0].detach().clone()] * len(rows)
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack([row.detach() for row in rows])
+    return [row.detach().clone() for row in rows]
 
 
-def _unequal(olds: Sequence[torch.Tensor], news: Sequence[torch.Tensor]):
-    """The pairs whose bits differ. One comparison for all where the rows have one shape: a device is asked once."""
-    if len({o.shape for o in olds}) == 1:
-        a = bits(torch.stack([o.detach() for o in olds])).reshape(len(olds), -1)
-        b = bits(torch.stack([n.detach() for n in news])).reshape(len(news), -1)
-        if torch.equal(a, b):
-            return
-        rows = (a != b).any(1).nonzero().flatten().tolist()
-    else:
-        rows = [r for r, (o, n) in enumerate(zip(olds, news)) if not torch.equal(bits(o), bits(n))]
-    yield from ((r, olds[r], news[r]) for r in rows)
+def _one(rows: Sequence[torch.Tensor]) -> bool:
+    return all(row is rows[0] for row in rows)
+
+
+def _unequal(olds: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Which rows' bits differ, bool [rows] on their device."""
+    if _one(olds):
+        return differs(olds[0], news[0]).expand(len(olds))
+    if isinstance(news, torch.Tensor):
+        olds = torch.stack([old.detach() for old in olds])
+        return (bits(olds) != bits(news)).reshape(len(olds), -1).any(1)
+    return torch.cat([differs(old, new) for old, new in zip(olds, news)])
 
 
 def _measure(found: Difference, old: torch.Tensor, new: torch.Tensor) -> None:
+    if old.numel() * old.element_size() <= AT_ONCE:
+        # Every step below would wait for the device; brought here, all of them together wait for two copies.
+        old, new = old.cpu(), new.cpu()
+    found.max_row_scaled_ulp = max(found.max_row_scaled_ulp, scaled(old, new))
     old, new = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (old.detach(), new.detach()))
     old, new = old.flatten(), new.flatten()
     unequal = bits(old) != bits(new)
-    old, new = old[unequal], new[unequal]
-    distance = distances(old, new)
+    distance = distances(old[unequal], new[unequal])
     found.elements_differ += len(distance)
     found.max_ulp = max(found.max_ulp, int(distance.max()))
-    digits = torch.where(distance > 0, distance.clamp(min=1).to(torch.float64).log2().floor().to(torch.int64) + 1, 0)
-    for bucket, count in zip(*(x.tolist() for x in digits.clamp(max=BUCKETS - 1).unique(return_counts=True))):
-        found.histogram[bucket] += count
+    # d = m * 2**k with m in [0.5, 1), so that k is the number of d's binary digits; 0 has k = 0.
+    digits = torch.frexp(distance.to(torch.float64)).exponent.clamp(max=BUCKETS - 1)
+    counts = torch.bincount(digits, minlength=BUCKETS).tolist()
+    found.histogram = [a + b for a, b in zip(found.histogram, counts)]
 
 
 def scaled(old: torch.Tensor, new: torch.Tensor) -> float:

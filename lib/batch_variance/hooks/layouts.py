@@ -6,7 +6,7 @@ original, so that a kernel that looks at them sees in a replay what it saw in th
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Sequence
+from typing import Any, Iterable, Protocol, Sequence
 
 import torch
 
@@ -87,7 +87,7 @@ class Flat:
 
     def take(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> torch.Tensor:
         ends = offsets[self.by]
-        return take_along(value, self.dim % value.dim(), [t for i in index for t in range(ends[i], ends[i + 1])])
+        return _take_runs(value, self.dim % value.dim(), _merged((ends[i], ends[i + 1]) for i in index))
 
     def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:
         ends = offsets[self.by]
@@ -104,8 +104,9 @@ class Prefix:
         return value.numel() - 1
 
     def take(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> torch.Tensor:
-        ends = value.tolist()
-        return torch.tensor(taken_offsets(ends, index), dtype=value.dtype, device=value.device)
+        sizes = value.diff()
+        parts = [sizes.narrow(0, start, end - start) for start, end in _merged((i, i + 1) for i in index)]
+        return torch.cat([value[:1], *parts]).cumsum(0, dtype=value.dtype)
 
     def parts(self, value: torch.Tensor, index: Sequence[int], offsets: dict) -> list[torch.Tensor]:
         return [value[i + 1] - value[i] for i in index]
@@ -121,9 +122,25 @@ def taken_offsets(ends: Sequence[int], index: Sequence[int]) -> list[int]:
 
 def take_along(value: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
     """``value.index_select(dim, index)`` in fresh, aligned memory with the original's order and gaps of strides."""
-    wanted = len(index)
-    where = torch.as_tensor(index, dtype=torch.int64, device=value.device)
-    new = fresh_like(value, dim, wanted)
+    return _take_runs(value, dim, _merged((i, i + 1) for i in index))
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in their order, each that begins where the one before it ends joined to that, empty ones left out."""
+    merged: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _take_runs(value: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """These ranges along ``dim``, one after another. Slices, because an index would have to be sent to the device,
+    which waits for it.
+    """
+    new = fresh_like(value, dim, sum(end - start for start, end in runs))
     if new.numel() == 0:
         return new
     # Dimensions expanded with stride 0 hold one copy: write that one.
@@ -135,7 +152,8 @@ def take_along(value: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Ten
     if value.stride(dim) == 0 and value.shape[dim] > 1:
         target.copy_(source)
     else:
-        target.copy_(source.index_select(dim, where))
+        slices = [source.narrow(dim, start, end - start) for start, end in runs]
+        target.copy_(slices[0] if len(slices) == 1 else torch.cat(slices, dim))
     return new
 
 

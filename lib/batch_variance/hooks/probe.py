@@ -6,6 +6,7 @@ It knows when to sample, how to repeat a call without the engine noticing, and w
 with fresh metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
+import inspect
 import itertools
 import random
 import threading
@@ -18,11 +19,11 @@ import torch
 
 from ..common import BadInput
 from .axes import AXES, Planner, Replay, other_values
-from .calls import Call, check_names, signature_of, tensors
-from .comparing import Difference, ShapeChanged, compare_rows, flipped
+from .calls import Binder, Call, check_names, signature_of, tensors
+from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
 from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, RandomState, Snapshot, same_bits
+from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs
 from .verdicts import verdicts
 
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
@@ -45,7 +46,10 @@ RECORD = FRAME + [
 
 @dataclass
 class _Sample:
-    """What one sampled call was and gave: the ground that its replays are compared with."""
+    """What one sampled call was and gave: the ground that its replays are compared with. ``again`` runs a replay."""
+
+    again: Callable[[Call], Any]
+    questions: Questions
 
     snapshot: Snapshot
     before: Call
@@ -56,6 +60,18 @@ class _Sample:
     results: dict[str, torch.Tensor]
     result_layouts: dict[str, Layout | None]
     watched: list[int]
+
+
+@dataclass
+class _Replayed:
+    """What one replay gave, as yet unread from the device. Its batch was really another one where ``really``, or where
+    one of the questions ``written`` says that overwriting changed bits.
+    """
+
+    comparison: Comparison
+    really: bool
+    written: list[int]
+    witness: bool | None
 
 
 class CallSiteProbe:
@@ -87,7 +103,8 @@ class CallSiteProbe:
         checks: input checks, run on each sampled call; see ``checks``.
         log: a ``ProbeLog``, or the path of one to write.
         spread: make one of ``axes`` (and the re-run) a sampled call, in turn, instead of all: a cheaper sample.
-        controls_every: make the positive controls on the first of so many sampled calls, and on the first of all.
+        controls_every: make the positive controls on the first of so many sampled calls. Until they have succeeded once
+            they are also made on the 2nd, the 4th, the 8th, ...
         max_bytes: refuse a sample whose arguments would need more copied.
         seed: for sampling by probability, the rows drawn and the orders shuffled.
 
@@ -117,7 +134,7 @@ class CallSiteProbe:
         checks: Iterable[Any] = (),
         log: Any = None,
         spread: bool = False,
-        controls_every: int = 8,
+        controls_every: int = 64,
         max_bytes: int = 2**32,
         seed: int = 0,
     ):
@@ -131,10 +148,12 @@ class CallSiteProbe:
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
         self._signature = signature_of(self.target.function)
+        self._binder = Binder(self._signature)
         self._check_arguments()
         owner = self.target.owner
         if isinstance(owner, torch.nn.Module):
             self.state.append(owner)
+        self._makers = {path: (maker, signature_of(maker)) for path, maker in self.fresh.items()}
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
         self._thread = threading.local()
@@ -143,6 +162,7 @@ class CallSiteProbe:
         self.refusals: dict[str, int] = {}
         self.calls = self.sampled = 0
         self.seconds = 0.0
+        self._controlled = False  # whether the positive controls have ever succeeded
         self._log = log
         self._installed = False
 
@@ -232,7 +252,7 @@ class CallSiteProbe:
             return function(*args, **kwargs)
         started = time.perf_counter()
         try:
-            call = Call.bind(self._signature, args, kwargs)
+            call = self._binder.bind(args, kwargs)
             snapshot = Snapshot(call, self.whole, self.max_bytes)
         except TypeError:  # wrong arguments: the function says so itself, in its own words
             return function(*args, **kwargs)
@@ -245,70 +265,67 @@ class CallSiteProbe:
         result = function(*args, **kwargs)
 
         started = time.perf_counter()
-        after_state, after_random = KeptState([*self.state, result]), RandomState()
-        self._thread.busy = True
-        try:
-            self.sampled += 1
-            self._study(function, number, snapshot, result, random_state, kept)
-        except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
-            self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
-            self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
-        finally:
-            # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
-            after_state.restore()
-            after_random.restore()
-            self._thread.busy = False
-            self.seconds += time.perf_counter() - started
-        return result
-
-    def _study(
-        self,
-        function: Callable,
-        number: int,
-        snapshot: Snapshot,
-        result: Any,
-        random_state: RandomState,
-        kept: KeptState,
-    ) -> None:
-        changed = snapshot.note_changes()
+        after, after_random = KeptState([*self.state, result]), RandomState()
 
         def again(call: Call) -> Any:
             kept.restore()
             random_state.restore()
             return call.run(function)
 
+        self._thread.busy = True
         try:
-            sample = self._sample(snapshot, changed, result)
+            self.sampled += 1
+            self._study(again, number, snapshot, result, after)
+        except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
+            self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
+            self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
+        finally:
+            # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
+            after.restore()
+            after_random.restore()
+            self._thread.busy = False
+            self.seconds += time.perf_counter() - started
+        return result
+
+    def _study(self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState) -> None:
+        try:
+            sample = self._sample(again, snapshot, result, after)
         except CannotSlice as error:
             self._refuse(str(error))
             self._record_refused(number, str(error))
             return
-        planner = Planner(sample.count, sample.watched, self._row_sizes(sample), bool(self.pad), self._draw)
-        controlled = (self.sampled - 1) % self.controls_every == 0
-        flip_seen = _flip_is_seen(sample) if controlled else None
-        sensitive = self._sensitive_rows(again, sample, planner) if controlled else 0
         axes = [axis for axis in self.axes if axis != "rerun"]
         if self.spread and axes:
             axes = [axes[(self.sampled - 1) % len(axes)]]
+        sizes = self._row_sizes(sample) if {"composition", "padding"} & set(axes) else None
+        planner = Planner(sample.count, sample.watched, sizes, bool(self.pad), self._draw)
+        controlled = self._wants_controls()
+        flips = _flips(sample) if controlled else []
+        sensitive = self._everything_overwritten(sample, planner) if controlled else None
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
-        records = []
-        for axis in ("rerun", *axes):
-            record = self._axis(again, sample, planner, axis)
-            records.append(
-                {
-                    **record,
-                    "call": number,
-                    "site": self.site,
-                    "batch": sample.count,
-                    "rows_sensitive": sensitive,
-                    "flip_seen": flip_seen,
-                }
-            )
+        replayed = [(axis, *self._axis(sample, planner, axis)) for axis in ("rerun", *axes)]
+        # All replays are done: with their answers comes whether they have written over the engine's own tensors.
+        after.ask(sample.questions)
+        shared = {
+            "call": number,
+            "site": self.site,
+            "batch": sample.count,
+            "rows_sensitive": sum(sensitive.comparison.differing()) if sensitive else 0,
+            "flip_seen": all(sum(found.differing()) == expected for found, expected in flips) if controlled else None,
+        }
+        self._controlled |= bool(shared["flip_seen"] and shared["rows_sensitive"])
+        records = [{**self._record(sample, *found), **shared} for found in replayed]
         self._keep(records)
         for check in self.checks:
-            self._run_check(check, again, sample, number, repeatable=not records[0]["rows_differ"])
+            after.forget()
+            self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
 
-    def _sample(self, snapshot: Snapshot, changed: list[str], result: Any) -> _Sample:
+    def _wants_controls(self) -> bool:
+        n = self.sampled - 1
+        return n % self.controls_every == 0 or not self._controlled and self.sampled & n == 0
+
+    def _sample(self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState) -> _Sample:
+        changed = snapshot.note_changes()
         call = snapshot.fresh_call()  # as it was before it ran: the real call may have moved its lengths on
         layouts = {path: layout for path, layout in self.batch_args.items() if call.has(path)}
         if not layouts:
@@ -339,8 +356,11 @@ class CallSiteProbe:
         watched = self._watched(count)
         results = self._results(result, snapshot.real, changed)
         result_layouts = self._result_layouts(results, snapshot.real, layouts, offsets, count)
-        kept = {label: t.detach().clone() for label, t in results.items()}
-        return _Sample(snapshot, call, layouts, offsets, count, changed, kept, result_layouts, watched)
+        kept = {label: after.copy_of(t) for label, t in results.items()}
+        kept = {label: results[label].detach().clone() if t is None else t for label, t in kept.items()}
+        return _Sample(
+            again, Questions(), snapshot, call, layouts, offsets, count, changed, kept, result_layouts, watched
+        )
 
     def _watched(self, count: int) -> list[int]:
         if self.rows == "all":
@@ -355,8 +375,9 @@ class CallSiteProbe:
     def _results(self, result: Any, call: Call, changed: Sequence[str]) -> dict[str, torch.Tensor]:
         """Every tensor the call gave back, and every argument it changed in place."""
         found = {f"return.{path}" if path else "return": t for path, t in tensors(result)}
-        by_path = dict(tensors(call.flat()))
-        found.update({f"argument.{path}": by_path[path] for path in changed})
+        if changed:
+            by_path = dict(tensors(call.flat()))
+            found.update({f"argument.{path}": by_path[path] for path in changed})
         return found
 
     def _result_layouts(
@@ -408,35 +429,41 @@ class CallSiteProbe:
 
     # -- replays -------------------------------------------------------------------------------------------------------
 
-    def _axis(self, again: Callable, sample: _Sample, planner: Planner, axis: str) -> dict:
-        total, notes, done, occurred, witnesses = Difference(), [], 0, 0, []
+    def _axis(self, sample: _Sample, planner: Planner, axis: str) -> tuple[list[_Replayed], list[str]]:
+        """The axis's replays, and notes on those that could not be made."""
+        done, notes = [], []
         replays = planner.replays(axis)
         if not replays:
             notes.append(f"a batch of {sample.count} has nothing to vary on {axis}")
         for replay in replays:
             try:
-                difference, really, witness = self._replay(again, sample, replay, axis)
+                done.append(self._replay(sample, replay, axis))
             except (CannotSlice, ShapeChanged) as error:
                 notes.append(str(error))
-                continue
             except Exception as error:  # the kernel may not take such a batch; that must not reach the engine
                 notes.append(
                     f"the replay raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 )
-                continue
-            total, done, occurred = total + difference, done + 1, occurred + really
-            if witness is not None:
-                witnesses.append(witness)
+        return done, notes
+
+    def _record(self, sample: _Sample, axis: str, done: list[_Replayed], notes: list[str]) -> dict:
+        total, answer = Difference(), sample.questions.answer
+        for replayed in done:
+            try:
+                total = total + replayed.comparison.difference()
+            except Exception as error:  # a dtype without the operations that a distance needs
+                notes.append(f"a difference could not be measured: {type(error).__name__}: {error}")
+        witnesses = [replayed.witness for replayed in done if replayed.witness is not None]
         return {
             "axis": axis,
             "rows_checked": total.rows,
             "rows_differ": total.rows_differ,
             "max_ulp": total.max_ulp,
             "max_row_scaled_ulp": total.max_row_scaled_ulp,
-            "replays": done,
+            "replays": len(done),
             "rows_unmoved": total.rows_unmoved,
             "differ_unmoved": total.differ_unmoved,
-            "occurred": occurred,
+            "occurred": sum(r.really or any(answer(number)[0] for number in r.written) for r in done),
             "witness": any(witnesses) if witnesses else None,
             "elements": total.elements,
             "elements_differ": total.elements_differ,
@@ -444,11 +471,9 @@ class CallSiteProbe:
             "note": "; ".join(dict.fromkeys(notes)),
         }
 
-    def _replay(
-        self, again: Callable, sample: _Sample, replay: Replay, axis: str
-    ) -> tuple[Difference, bool, bool | None]:
-        call, offsets, really = self._build(sample, replay, axis)
-        result = again(call)
+    def _replay(self, sample: _Sample, replay: Replay, axis: str) -> _Replayed:
+        call, offsets, really, written = self._build(sample, replay, axis)
+        result = sample.again(call)
         results = self._results(result, call, sample.changed)
         before, after = [], []
         for label, t in sample.results.items():
@@ -470,23 +495,29 @@ class CallSiteProbe:
         witness = None
         if self.witness is not None:
             witness = self.witness(call.flat()) != self.witness(sample.snapshot.real.flat())
-        return compare_rows(before, after, replay.moved), really, witness
+        return _Replayed(Comparison(before, after, replay.moved, sample.questions), really, written, witness)
 
-    def _build(self, sample: _Sample, replay: Replay, axis: str) -> tuple[Call, dict, bool]:
-        """The replay's arguments, its prefix sums, and whether its batch is really another than the call's."""
+    def _build(self, sample: _Sample, replay: Replay, axis: str) -> tuple[Call, dict, bool, list[int]]:
+        """The replay's arguments, its prefix sums, whether its batch is another than the call's, and the questions
+        whether values written over change bits.
+        """
         call = sample.snapshot.fresh_call()
         if axis == "rerun":
-            return call, sample.offsets, True
+            return call, sample.offsets, True, []
         offsets = {path: taken_offsets(ends, replay.index) for path, ends in sample.offsets.items()}
         taken: dict[int, Any] = {}
         changes: dict[str, Any] = {}
-        really = replay.index != tuple(range(sample.count))
+        really, written = replay.index != tuple(range(sample.count)), []
         for path, layout in sample.layouts.items():
             value = call.get(path)
             # The same tensor given twice (out= that is an input) stays one tensor.
             if id(value) not in taken:
                 new = layout.take(value, replay.index, sample.offsets)
-                really |= self._overwrite(path, layout, new, replay, offsets)
+                if self._holds_contents(path, layout, new):
+                    if replay.overwritten:
+                        written.append(sample.questions.ask(_overwritten(new, layout, replay, offsets)))
+                    if replay.padded:
+                        _blank(new, layout, replay.padded, offsets)
                 taken[id(value)] = new
             changes[path] = taken[id(value)]
         if replay.widened:
@@ -494,50 +525,32 @@ class CallSiteProbe:
                 changes[path] = _widened(changes.get(path, call.get(path)), dim)
                 really = True
         call = call.replace(changes)
-        fresh = {path: _make(maker, call.flat()) for path, maker in self.fresh.items() if call.has(path)}
-        return call.replace(fresh), offsets, really
+        fresh = {path: _make(*maker, call.flat()) for path, maker in self._makers.items() if call.has(path)}
+        return call.replace(fresh) if fresh else call, offsets, really, written
 
-    def _overwrite(self, path: str, layout: Layout, new: Any, replay: Replay, offsets: Mapping) -> bool:
-        """Write other values over the rows whose contents are to change, zeros over padding; whether any bit
-        changed.
-        """
-        if not isinstance(new, torch.Tensor) or isinstance(layout, Prefix) or not new.numel():
+    def _holds_contents(self, path: str, layout: Layout, value: Any) -> bool:
+        """Whether the argument has values of each row's own that may be others."""
+        if not isinstance(value, torch.Tensor) or isinstance(layout, Prefix) or not value.numel():
             return False
-        if isinstance(layout, Rows) and new.stride(layout.dim) == 0 and new.shape[layout.dim] > 1:
-            return False  # one memory for all rows: not a row's own contents
-        content = new.dtype.is_floating_point or path in self.values
-        really = False
-        if content and replay.overwritten:
-            parts = layout.parts(new, replay.overwritten, offsets)
-            olds = [part.clone() for part in parts]
-            # Integers cannot be rescaled: a row gets its neighbour's, where the shapes allow.
-            every = layout.parts(new, range(len(replay.index)), offsets)
-            shifted = [every[(p + 1) % len(every)].clone() for p in replay.overwritten]
-            for part, old, other in zip(parts, olds, shifted):
-                borrowed = not new.dtype.is_floating_point and other.shape == old.shape
-                part.copy_(other if borrowed else other_values(old))
-                really |= not same_bits(part, old)
-        if content and replay.padded:
-            for part in layout.parts(new, replay.padded, offsets):
-                part.zero_()
-        return really
+        if isinstance(layout, Rows) and value.stride(layout.dim) == 0 and value.shape[layout.dim] > 1:
+            return False  # one memory for all rows
+        return value.dtype.is_floating_point or path in self.values
 
-    def _sensitive_rows(self, again: Callable, sample: _Sample, planner: Planner) -> int:
-        """How many watched rows change when their own values do: the positive control."""
+    def _everything_overwritten(self, sample: _Sample, planner: Planner) -> _Replayed | None:
+        """The positive control: watched rows must change when their own values do."""
         try:
-            difference, _, _ = self._replay(again, sample, planner.everything_overwritten(), "contents")
+            return self._replay(sample, planner.everything_overwritten(), "contents")
         except Exception:  # without it the verdict stays inconclusive, which is what should be said
-            return 0
-        return difference.rows_differ
+            return None
 
     # -- checks, records, verdicts -------------------------------------------------------------------------------------
 
-    def _run_check(self, check: Any, again: Callable, sample: _Sample, number: int, repeatable: bool) -> None:
+    def _run_check(self, check: Any, sample: _Sample, number: int, repeatable: bool) -> None:
         from .checks import CheckContext, run_check
 
         def replay(change: Callable[[Call], Call]) -> Difference:
             call = change(sample.snapshot.fresh_call())
-            results = self._results(again(call), call, sample.changed)
+            results = self._results(sample.again(call), call, sample.changed)
             labels = [label for label, layout in sample.result_layouts.items() if layout is not None]
             parts = [
                 [sample.result_layouts[k].parts(r[k], range(sample.count), sample.offsets) for k in labels]
@@ -612,16 +625,15 @@ class CallSiteProbe:
 
 def _unsafe() -> str | None:
     """Why the current call cannot be sampled at all, or None."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "the call is being captured into a CUDA graph, where it does not run and must not be repeated"
     if torch.compiler.is_compiling():
         return "the call is being traced by torch.compile, where it does not run"
     return None
 
 
-def _make(maker: Callable, arguments: Mapping[str, Any]) -> Any:
+def _make(maker: Callable, signature: inspect.Signature | None, arguments: Mapping[str, Any]) -> Any:
     """Call a metadata maker with the arguments that it names."""
-    signature = signature_of(maker)
     needed = list(signature.parameters.values()) if signature is not None else []
     if any(p.kind is p.VAR_KEYWORD for p in needed):
         return maker(**arguments)
@@ -637,25 +649,56 @@ def _make(maker: Callable, arguments: Mapping[str, Any]) -> Any:
     )
 
 
-def _flip_is_seen(sample: _Sample) -> bool:
-    """Whether the comparison notices one flipped bit in one row of each result: it could not then miss a difference."""
+def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
+    """Comparisons of each result with itself and with one bit flipped in one row, with the number of rows that must
+    differ: a comparison that sees it could not then miss a difference.
+    """
+    found = []
     for label, t in sample.results.items():
         layout = sample.result_layouts[label]
         if layout is None:
             continue
-        rows = [part for part in layout.parts(t, sample.watched, sample.offsets)]
+        rows = layout.parts(t, sample.watched, sample.offsets)
         filled = [i for i, part in enumerate(rows) if part.numel()]
         if not filled:
             continue
         planted = list(rows)
         planted[filled[0]] = flipped(rows[filled[0]])
         still = [False] * len(rows)
-        if (
-            compare_rows([rows], [rows], still).rows_differ != 0
-            or compare_rows([rows], [planted], still).rows_differ != 1
-        ):
-            return False
-    return True
+        found += [
+            (Comparison([rows], [other], still, sample.questions), expected) for other, expected in ((rows, 0), (planted, 1))
+        ]
+    return found
+
+
+def _overwritten(new: torch.Tensor, layout: Layout, replay: Replay, offsets: Mapping) -> torch.Tensor:
+    """Write other values over the rows whose contents are to change; whether any bit changed, bool [1] on the device.
+
+    Integers cannot be rescaled: a row gets its neighbour's, where the shapes allow.
+    """
+    old = new.clone()
+    floating = new.dtype.is_floating_point
+    if isinstance(layout, Rows):
+        rows = old.movedim(layout.dim, 0)
+        new.movedim(layout.dim, 0).copy_(other_values(rows) if floating else rows.roll(-1, 0))
+        kept = [p for p in range(len(rows)) if p not in replay.overwritten]
+        for part, values in zip(layout.parts(new, kept, offsets), layout.parts(old, kept, offsets)):
+            part.copy_(values)
+    else:
+        olds = layout.parts(old, range(len(replay.index)), offsets)
+        for p, part in zip(replay.overwritten, layout.parts(new, replay.overwritten, offsets)):
+            other = olds[(p + 1) % len(olds)]
+            part.copy_(other if not floating and other.shape == part.shape else other_values(olds[p][None])[0])
+    return differs(new, old)
+
+
+def _blank(new: torch.Tensor, layout: Layout, padded: Sequence[int], offsets: Mapping) -> None:
+    """Zeros over rows that are padding, which are the last ones."""
+    if isinstance(layout, Rows):
+        new.narrow(layout.dim, padded[0], len(padded)).zero_()
+    else:
+        for part in layout.parts(new, padded, offsets):
+            part.zero_()
 
 
 def _cropped(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

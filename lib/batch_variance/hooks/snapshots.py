@@ -1,12 +1,13 @@
 """Private copies of what a call was given and of the state it could change, so that it can be repeated exactly.
 
 Arguments that share memory in the real call (q, k and v cut from one buffer, ``out`` that is an input) share it in
-the copy
-too: what is copied is the span of bytes that they cover, not each tensor. The random state of Python, numpy and torch
-is kept.
+the copy too: what is copied is the span of bytes that they cover, not each tensor. The random state of Python, numpy
+and torch is kept. What differs from its copy is asked of the device with as few waits as will do.
 """
 
+import ctypes
 import random
+from itertools import islice
 from typing import Any, Callable, Iterable
 
 import numpy as np
@@ -33,6 +34,39 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
+def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether any bit differs, as bool [1] on ``a``'s device: the answer that ``same_bits`` would wait for."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return torch.ones(1, dtype=torch.bool)
+    return (bits(a) != bits(b)).any().view(1)
+
+
+class Questions:
+    """Yes-or-no answers that are still on their devices, and are read together when the first of them is wanted.
+
+    Reading waits for all work that a device was given, so that one reading should serve many answers.
+    """
+
+    def __init__(self):
+        self._flags: list[torch.Tensor] = []
+        self._answers: list[list[bool]] = []
+
+    def ask(self, flags: torch.Tensor) -> int:
+        """flags: bool [N]. Returns the number by which ``answer`` knows them."""
+        self._flags.append(flags)
+        return len(self._flags) - 1
+
+    def answer(self, number: int) -> list[bool]:
+        if number >= len(self._answers):
+            unread = self._flags[len(self._answers) :]
+            values = {
+                device: iter(torch.cat([flags for flags in unread if flags.device == device]).tolist())
+                for device in {flags.device for flags in unread}
+            }
+            self._answers += [list(islice(values[flags.device], len(flags))) for flags in unread]
+        return self._answers[number]
+
+
 class Snapshot:
     """Copies of a call's tensor arguments as they were before it ran. ``real`` is the call itself, with the engine's
     tensors.
@@ -46,11 +80,15 @@ class Snapshot:
         self.real = call
         self._kept = call.with_values({name: map_tensors(value, lambda t: t) for name, value in call.values.items()})
         self.whole = set(whole)
-        self._live = [(path, t) for path, t in tensors(call.flat()) if not {path, path.split(".")[0]} & self.whole]
+        self._live = [
+            (path, t)
+            for path, t in tensors(call.flat())
+            if path not in self.whole and path.partition(".")[0] not in self.whole
+        ]
+        self._keys = [t.untyped_storage().data_ptr() or id(t) for _, t in self._live]
         spans: dict[int, list] = {}
-        for path, t in self._live:
+        for key, (path, t) in zip(self._keys, self._live):
             low, high = _span(path, t)
-            key = t.untyped_storage().data_ptr() or id(t)
             if key in spans:
                 spans[key][1], spans[key][2] = min(spans[key][1], low), max(spans[key][2], high)
             else:
@@ -63,22 +101,27 @@ class Snapshot:
                 f"{high - low:,}; name it in `whole` if the call only reads it"
             )
         self._copies = {key: (_bytes(t, low, high), low) for key, (t, low, high, _) in spans.items()}
+        self._views = [_view(t, *self._copies[key]) for key, (_, t) in zip(self._keys, self._live)]
         self._changed: set[int] = set()
 
     def note_changes(self) -> list[str]:
         """After the real call: paths whose bits it changed. Only their memory is copied again for each replay."""
-        changed = []
-        rebuilt = self._rebuild(lambda key: self._copies[key][0])
-        for (path, now), before in zip(self._live, rebuilt):
-            if not same_bits(now, before):
-                changed.append(path)
-                self._changed.add(now.untyped_storage().data_ptr() or id(now))
-        return changed
+        questions = Questions()
+        numbers = [questions.ask(differs(now, before)) for (_, now), before in zip(self._live, self._views)]
+        changed = [questions.answer(number)[0] for number in numbers]
+        self._changed = {key for key, other in zip(self._keys, changed) if other}
+        return [path for (path, _), other in zip(self._live, changed) if other]
 
     def fresh_call(self) -> Call:
         """The call with private tensors that hold what the real ones held before it ran."""
-        copies = {key: _aligned(copy) if key in self._changed else copy for key, (copy, _) in self._copies.items()}
-        made = dict(zip((id(t) for _, t in self._live), self._rebuild(copies.__getitem__)))
+        views = self._views
+        if self._changed:
+            copies = {key: (_aligned(self._copies[key][0]), self._copies[key][1]) for key in self._changed}
+            views = [
+                _view(t, *copies[key]) if key in copies else view
+                for key, (_, t), view in zip(self._keys, self._live, views)
+            ]
+        made = {id(t): view for (_, t), view in zip(self._live, views)}
         return self._kept.with_values(
             {
                 name: value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
@@ -86,16 +129,13 @@ class Snapshot:
             }
         )
 
-    def _rebuild(self, storage: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            _view(t, storage(key), self._copies[key][1])
-            for _, t in self._live
-            for key in [t.untyped_storage().data_ptr() or id(t)]
-        ]
+
+def _in_plain_memory(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and t.device.type != "meta" and not t.is_quantized and not t.is_nested
 
 
 def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
-    if t.layout is not torch.strided or t.device.type == "meta" or t.is_quantized or t.is_nested:
+    if not _in_plain_memory(t):
         raise CannotCopy(f"argument {path!r} is a {t.layout} tensor on {t.device}, which has no plain memory to copy")
     start = t.storage_offset() * t.element_size()
     reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1 if t.numel() else 0
@@ -124,17 +164,51 @@ class RandomState:
     """The state of Python's, numpy's and torch's generators, CUDA's included where it is in use."""
 
     def __init__(self):
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = (
-            torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        )
+        self._python, self._numpy = random.getstate(), _NumpyState.now()
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        self._torch = [(generator, generator.get_state()) for generator in (torch.default_generator, *cuda)]
 
     def restore(self) -> None:
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self._numpy.restore()
+        for generator, state in self._torch:
+            generator.set_state(state)
+
+
+class _NumpyState:
+    """The state of numpy's global generator, which takes long to get and to set, so that both are left out where they
+    can be.
+
+    Its raw words are quick to read. While they stay the same, all that can change is whether the second of a pair of
+    normals is held back, and a state that holds one is got and set each time.
+    """
+
+    _last: "_NumpyState | None" = None
+
+    def __init__(self):
+        self._words, self._state = _numpy_words(), np.random.get_state()
+        self._plain = self._words is not None and not self._state[3]
+
+    @classmethod
+    def now(cls) -> "_NumpyState":
+        if cls._last is None or cls._last._may_have_moved():
+            cls._last = cls()
+        return cls._last
+
+    def restore(self) -> None:
+        if self._may_have_moved():
+            np.random.set_state(self._state)
+
+    def _may_have_moved(self) -> bool:
+        return not self._plain or self._words != _numpy_words()
+
+
+def _numpy_words() -> bytes | None:
+    """The Mersenne Twister's 624 words and place among them, from numpy's own ctypes interface; None for another
+    generator.
+    """
+    generator = np.random.get_bit_generator()
+    return ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is np.random.MT19937 else None
 
 
 class KeptState:
@@ -144,13 +218,30 @@ class KeptState:
     """
 
     def __init__(self, objects: Iterable[Any]):
-        self._tensors = [t for one in objects for t in _tensors_of(one)]
+        self._tensors = [t for one in objects for t in _tensors_of(one) if _in_plain_memory(t)]
         self._kept = [t.detach().clone() for t in self._tensors]
+        self._asked: tuple[Questions, list[int]] | None = None
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy that was made of this very tensor, if there is one."""
+        return next((kept for t, kept in zip(self._tensors, self._kept) if t is tensor), None)
+
+    def ask(self, questions: Questions) -> None:
+        """Ask now what has changed, among other questions; ``restore`` then goes by the answers."""
+        self._asked = questions, [questions.ask(differs(t, kept)) for t, kept in zip(self._tensors, self._kept)]
+
+    def forget(self) -> None:
+        """The answers no longer hold: what may have changed since is asked anew."""
+        self._asked = None
 
     def restore(self) -> None:
+        if self._asked is None:
+            self.ask(Questions())
+        questions, numbers = self._asked
+        self.forget()
         with torch.no_grad():
-            for t, kept in zip(self._tensors, self._kept):
-                if not same_bits(t, kept):
+            for number, t, kept in zip(numbers, self._tensors, self._kept):
+                if questions.answer(number)[0]:
                     t.copy_(kept)
 
 
