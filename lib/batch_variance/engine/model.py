@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Callable
 
+import numpy as np
 import torch
 
 from ..common import BadInput
@@ -227,26 +228,26 @@ class Model:
             multiply = self._multiply(ffn, layer, x.shape[0], rows.decode_rows, rows)
             hidden = kernels.store(_gated(multiply(kernels.activations(x), ffn.gate_up)))
             return multiply(kernels.activations(hidden), ffn.down)
-        chosen = self._route(x, ffn)
-        expert, row = chosen.t().nonzero(as_tuple=True)  # experts ascending, and rows within an expert
-        counts = expert.bincount(minlength=len(ffn.ffns)).tolist()
-        decode = expert[row < rows.decode_rows].bincount(minlength=len(ffn.ffns)).tolist()
+        chosen = self._route(x, ffn).cpu().numpy()  # all else is planned on the host: a device is asked once a layer
+        expert, row = chosen.T.nonzero()  # experts ascending, and rows within an expert
+        counts, decode = chosen.sum(0).tolist(), chosen[: rows.decode_rows].sum(0).tolist()
+        place = self._places(chosen, counts, rows)[row, expert]
+        expert, row, place = torch.from_numpy(np.stack([expert, row, place])).to(x.device)
         multiply = self._multiply_each(ffn, layer, counts, decode, rows)
         hidden = kernels.store(_gated(multiply(kernels.activations(x[row], expert, len(counts)), "gate_up")))
         found = multiply(kernels.activations(hidden, expert, len(counts)), "down")
         by_row = x.new_empty(x.shape[0], ffn.top_k, x.shape[1])
-        by_row[row, self._places(chosen, counts, rows)[row, expert]] = found
+        by_row[row, place] = found
         return kernels.add_in_turn(by_row)
 
-    def _places(self, chosen: torch.Tensor, counts: list[int], rows: StepRows) -> torch.Tensor:
-        """int64 [T, experts]: as the how-manieth a row adds an expert that it chose."""
+    def _places(self, chosen: np.ndarray, counts: list[int], rows: StepRows) -> np.ndarray:
+        """int [T, experts]: as the how-manieth a row adds an expert that it chose."""
         if self.expert_order == "number":  # whatever its neighbours chose
             return chosen.cumsum(1) - 1
-        order = sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert))
+        order = np.array(sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert)))
         # Experts of equal load keep the order of their numbers, so a row alone adds as under "number".
         taken = "number" if len({count for count in counts if count}) == 1 else "load"
         rows.choices["expert_order", taken] = rows.choices.get(("expert_order", taken), 0) + 1
-        order = torch.tensor(order, device=chosen.device)
         return (chosen[:, order].cumsum(1) - 1)[:, order.argsort()]
 
     def _route(self, x: torch.Tensor, ffn: Experts) -> torch.Tensor:
