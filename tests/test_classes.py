@@ -77,6 +77,12 @@ def test_the_cpus_matmul_has_several_classes_and_tiles_have_one():
     assert len(held.of("F.linear")) > 1 and held.invariant("tiles")
 
 
+def test_the_widest_class_covers_the_most_row_counts():
+    runs = [dict(m=m, bit_class=name) for m, name in ((1, "a"), (1, "a"), (1, "a"), (1, "b"), (16, "b"), (64, ""), (16, "c"), (1, "c"), (16, "c"))]
+    assert classes.widest_class(runs) == "c"
+    assert classes.widest_class([dict(m=1, bit_class="")]) == ""
+
+
 def test_names_are_of_bits_and_dtypes():
     assert bit_name(torch.tensor([0.0])) != bit_name(torch.tensor([-0.0]))
     assert bit_name(torch.zeros(2)) != bit_name(torch.zeros(2, dtype=torch.int32))

@@ -42,6 +42,15 @@ def test_gemm_is_one_class_over_configurations_and_rows(K, N, count, dtype):
     assert not found.rows_moved.any() and not found.not_finite.any()
 
 
+@pytest.mark.parametrize("K,N", [(576, 192), (1001, 77)])
+def test_gemm_in_float32_is_one_class_and_as_exact_as_float32(K, N):
+    x, w = random(300, K, dtype=torch.float32), random(N, K, seed=1, dtype=torch.float32)
+    found = classify({"float32": lambda rows: invariant.matmul(rows, w)}, x, SHORT)
+    assert set(found.failure) == {""} and found.bit_class.nunique() == 1 and not found.rows_moved.any()
+    size = x.double().abs() @ w.double().abs().t()
+    assert ((invariant.matmul(x, w).double() - matmul_float64(x, w)).abs() <= K * 2.0**-23 * size).all()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("K,N,count", SHAPES)
 def test_gemm_accuracy_and_every_output_written(K, N, count, name, monkeypatch):

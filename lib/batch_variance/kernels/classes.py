@@ -135,3 +135,15 @@ def cached(operation: str, shape: str, candidates: Mapping[str, Operation], rows
     frame = classify(candidates, rows, **options)
     write_text(path, json.dumps({"key": json.loads(key), "rows": frame.to_dict("records")}))
     return Classes(frame)
+
+
+def widest_class(runs: Iterable[Mapping]) -> str:
+    """Name of the class that holds a candidate at the most row counts, and of those the one with the most candidates.
+
+    runs: mappings with m and bit_class, bit_class "" where a candidate did not run or was wrong. "" if none ran.
+    """
+    held: dict[str, list[int]] = {}
+    for run in runs:
+        if run["bit_class"]:
+            held.setdefault(run["bit_class"], []).append(run["m"])
+    return max(held, key=lambda name: (len(set(held[name])), len(held[name])), default="")

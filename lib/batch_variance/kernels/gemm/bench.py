@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ...common import BadInput, write_atomically
 from ...common.provenance import gpu_columns
-from ..classes import SIZES, bit_name, classify
+from ..classes import SIZES, bit_name, classify, widest_class
 from ..recorded import Benchmark, replace_rows
 from ..timing import copies, graph_microseconds
 from .invariant import Config, matmul, segment_steps
@@ -98,25 +98,34 @@ class _Shape:
         return int((~((y[:rows].double() - self.exact[:rows]).abs() <= self.bound[:rows])).sum())
 
 
-def tune(shape: _Shape, count: int, reference: str | None, deadline: float) -> tuple[list[dict], str | None]:
-    """Time every candidate that has the class's bits, at its row counts. Returns rows of ``gemm_tuning.csv`` and the class."""
-    found = []
-    for m in ROWS:
-        for name in CANDIDATES[m]:
-            row = dict(k=shape.K, n=shape.N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
-            found.append(row)
-            if time.time() > deadline:
-                row["failure"] = "no time left"
-                continue
-            try:
-                call = lambda x, w, c=Config.parse(name): matmul(x, w, config=c, count=count)  # noqa: E731
-                y = call(shape.x[:m], shape.weights[0])
-                row |= dict(bit_class=bit_name(y[0]), wrong=shape.wrong(y))
-                reference = reference or row["bit_class"]
-                if row["wrong"] == 0 and row["bit_class"] == reference:
-                    row["time_us"] = round(shape.time(call, m), 3)
-            except Exception as error:  # noqa: BLE001 - a candidate that does not fit the device is a result
-                row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
+def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
+    """Name every candidate's bits at its row counts, then time those in the widest class. Returns rows of
+    ``gemm_tuning.csv`` and the class."""
+    found = [
+        dict(k=shape.K, n=shape.N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
+        for m in ROWS for name in CANDIDATES[m]
+    ]  # fmt: skip
+
+    def attempt(row, work):
+        if time.time() > deadline:
+            row["failure"] = "no time left"
+            return
+        try:
+            config = Config.parse(row["config"])
+            row |= work(row["m"], lambda x, w: matmul(x, w, config=config, count=count))
+        except Exception as error:  # noqa: BLE001 - a candidate that does not fit the device is a result
+            row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
+
+    def look(m, call):
+        y = call(shape.x[:m], shape.weights[0])
+        return dict(bit_class=bit_name(y[0]), wrong=shape.wrong(y))
+
+    for row in found:
+        attempt(row, look)
+    reference = widest_class(row for row in found if row["wrong"] == 0)
+    for row in found:
+        if row["wrong"] == 0 and row["bit_class"] == reference:
+            attempt(row, lambda m, call: dict(time_us=round(shape.time(call, m), 3)))
     return found, reference
 
 
@@ -154,7 +163,7 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         rows, classes = [], {}
         for count in counts_tried(K, N):
             if segment_steps(K, count):
-                more, classes[count] = tune(shape, count, None, deadline)
+                more, classes[count] = tune(shape, count, deadline)
                 rows += more
         tuning = pd.DataFrame(rows)
         replace_rows(folder / "gemm_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu"))

@@ -12,7 +12,7 @@ import torch
 from ...common import BadInput, write_atomically
 from ...common.provenance import gpu_columns
 from ...numerics import NVFP4Tensor
-from ..classes import SIZES, bit_name, classify
+from ..classes import SIZES, bit_name, classify, widest_class
 from ..gemm.invariant import Config
 from ..recorded import Benchmark, replace_rows
 from ..timing import copies, graph_microseconds
@@ -95,25 +95,19 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
             return default_kernels.matmul(rows, w, dispatch.choose(len(rows)))
 
         before = {m: timed(default, m) for m in ROWS}
-        rows, reference = [], {}
+        rows = []
         for count in COUNTS:
-            for m in ROWS:
-                for name in CANDIDATES[m]:
-                    row = dict(k=K, n=N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
-                    rows.append(row)
-                    if time.time() > deadline:
-                        row["failure"] = "no time left"
-                        continue
-                    try:
-                        call = lambda a, w, c=Config.parse(name): matmul(a, w, c, count)  # noqa: E731
-                        y = call(x[:m], weights[0])
-                        some = min(m, CHECKED)
-                        row["wrong"] = int((~((y[:some].double() - exact[:some]).abs() <= bound[:some])).sum())
-                        row["bit_class"] = bit_name(y[0])
-                        if row["wrong"] == 0 and row["bit_class"] == reference.setdefault(count, row["bit_class"]):
-                            row["time_us"] = round(timed(call, m), 3)
-                    except Exception as error:  # noqa: BLE001 - a candidate that does not fit the device is a result
-                        row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
+            mine = [
+                dict(k=K, n=N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
+                for m in ROWS for name in CANDIDATES[m]
+            ]  # fmt: skip
+            for row in mine:
+                _attempt(row, deadline, lambda call, m: _look(call(x[:m], weights[0]), exact, bound))
+            reference = widest_class(row for row in mine if row["wrong"] == 0)
+            for row in mine:
+                if row["wrong"] == 0 and row["bit_class"] == reference:
+                    _attempt(row, deadline, lambda call, m: dict(time_us=round(timed(call, m), 3)))
+            rows += mine
         tuning = pd.DataFrame(rows)
         replace_rows(folder / "nvfp4_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu"))
         print(f"K {K} N {N}: {len(tuning)} runs, wrong {int((tuning.wrong > 0).sum())}, failed {int((tuning.failure != '').sum())}, classes",
@@ -147,6 +141,23 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
     for label, values in (("up to 32 rows", few), ("above", many)):
         print(f"{label}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.3f}", flush=True)
     print(f"{time.time() - start:.0f} s", flush=True)
+
+
+def _attempt(row: dict, deadline: float, work) -> None:
+    if time.time() > deadline:
+        row["failure"] = "no time left"
+        return
+    try:
+        config = Config.parse(row["config"])
+        row |= work(lambda x, w: matmul(x, w, config, row["segments"]), row["m"])
+    except Exception as error:  # noqa: BLE001 - a candidate that does not fit the device is a result
+        row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
+
+
+def _look(y: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> dict:
+    some = min(len(y), CHECKED)
+    wrong = int((~((y[:some].double() - exact[:some]).abs() <= bound[:some])).sum())
+    return dict(bit_class=bit_name(y[0]), wrong=wrong)
 
 
 def _choose(tuning: pd.DataFrame, default: dict[int, float]) -> tuple[int, dict[int, str]]:
