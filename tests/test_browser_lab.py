@@ -1,4 +1,4 @@
-"""The explorers in a running JupyterLab: a control is moved by keyboard, the figure changes, the saved notebook keeps it.
+"""The explorers in a running JupyterLab: a control moves by keyboard, the figure follows, the saved notebook keeps it.
 
 One server, one browser, one notebook for all tests.
 """
@@ -23,16 +23,18 @@ from batch_variance.common.data import repository
 from batch_variance.reporting.parameters import read_defaults
 
 SETUP = """import numpy as np, pandas as pd
-from batch_variance.reporting.widgets import divergence_explorer, fold_trees, schedule_explorer, threshold_explorer, tree_explorer
+from batch_variance.reporting.widgets import *
 from batch_variance.studies import split_scheduler
 from batch_variance.studies.row_threshold_routing import Routing
 p = split_scheduler.Parameters.checked({parameters!r})
 scores = np.random.default_rng(0).lognormal(size=(2, 60, 48))
 routing = Routing(scores, [1, 4], np.repeat([0, 1, 2], 20), "random scores")
 class RowThreshold: threshold, experts, top_k = 32, 16, 12
-tokens = pd.DataFrame([dict(prompt=text, concurrency=level, position=i, alone=f" w{{i}}", together=f" w{{i}}" if i < 3 * level else " x",
-                            margin_alone=1 + i % 5, margin_together=1.5 + i % 4) for text in ("One?", "Two?") for level in (2, 4) for i in range(20)])"""
-# name: cell, a control's label, the keys that move it. A closed list's arrows JupyterLab takes for itself: Space opens it.
+tokens = pd.DataFrame([
+    dict(prompt=text, concurrency=level, position=i, alone=f" w{{i}}", together=f" w{{i}}" if i < 3 * level else " x",
+         margin_alone=1 + i % 5, margin_together=1.5 + i % 4)
+    for text in ("One?", "Two?") for level in (2, 4) for i in range(20)])"""
+# name: cell, a label, the keys that move its control. Space opens a list, whose arrows JupyterLab would take otherwise.
 EXPLORERS = {
     "schedule": ("schedule_explorer(p);", "SM parts (programs)", ["ArrowDown"]),
     "threshold": ('threshold_explorer(routing, RowThreshold, "emulated");', "requests in the step", ["ArrowUp"]),
@@ -65,7 +67,7 @@ def lab(tmp_path_factory):
     notebook = new_notebook(cells=cells)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, top / "explore.ipynb")
-    # The settings that `make setup` writes beside JupyterLab, here as the user's own, wherever this environment came from.
+    # The settings that `make setup` writes beside JupyterLab, here as the user's own, however this was installed.
     made = re.search(r"^KEEP_WIDGETS := (.*)$", (repository() / "Makefile").read_text(), re.MULTILINE).group(1)
     for plugin, setting in json.loads(made).items():
         folder, name = plugin.split(":")
@@ -74,12 +76,27 @@ def lab(tmp_path_factory):
         path.write_text(json.dumps(setting))
     port = free_port()
     environment = os.environ | {
-        "JUPYTERLAB_SETTINGS_DIR": str(top / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(top / "spaces"),
-        "JUPYTER_CONFIG_DIR": str(top / "config"), "JUPYTER_RUNTIME_DIR": str(top / "runtime"), "IPYTHONDIR": str(top / "ipython"),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
-               "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={top}", "--LabApp.expose_app_in_browser=True",
-               "--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
+        "JUPYTERLAB_SETTINGS_DIR": str(top / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(top / "spaces"),
+        "JUPYTER_CONFIG_DIR": str(top / "config"),
+        "JUPYTER_RUNTIME_DIR": str(top / "runtime"),
+        "IPYTHONDIR": str(top / "ipython"),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
+        f"--ServerApp.root_dir={top}",
+        "--LabApp.expose_app_in_browser=True",
+        "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
     log = open(top / "log", "w")
     process = subprocess.Popen(command, env=environment, cwd=top, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
@@ -112,14 +129,18 @@ def page(lab, chromium):
         browser = playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         )
-        page = browser.new_page(viewport={"width": 1400, "height": 3600})  # tall: JupyterLab builds what is in view only
+        page = browser.new_page(
+            viewport={"width": 1400, "height": 3600}
+        )  # tall: JupyterLab builds what is in view only
         page.errors = []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
         page.goto(f"{address}/lab/tree/explore.ipynb?reset", wait_until="load")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         page.wait_for_function(
             "() => { const w = window.jupyterapp?.shell.currentWidget;"
-            " return w?.context?.isReady && w.sessionContext.session?.kernel?.status === 'idle' }", timeout=60_000)  # fmt: skip
+            " return w?.context?.isReady && w.sessionContext.session?.kernel?.status === 'idle' }",
+            timeout=60_000,
+        )
         page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
         page.wait_for_function("document.querySelectorAll('.bv-explorer-picture img').length === 4", timeout=90_000)
         yield page
@@ -133,8 +154,11 @@ def explorer(page, name):
 def settled(page, one, before) -> str:
     """The picture's source once it is another than before."""
     image = one.locator(".bv-explorer-picture img")
-    page.wait_for_function("([image, before]) => image.isConnected === false || image.src !== before",
-                           arg=[image.element_handle(), before], timeout=20_000)  # fmt: skip
+    page.wait_for_function(
+        "([image, before]) => image.isConnected === false || image.src !== before",
+        arg=[image.element_handle(), before],
+        timeout=20_000,
+    )
     return image.get_attribute("src")
 
 
@@ -143,7 +167,11 @@ def test_a_control_moved_by_keyboard_moves_the_figure(page, name):
     _, label, keys = EXPLORERS[name]
     one = explorer(page, name)
     image = one.locator(".bv-explorer-picture img")
-    before, sentence, alt = image.get_attribute("src"), one.locator("[role=status]").inner_text(), image.get_attribute("alt")
+    before, sentence, alt = (
+        image.get_attribute("src"),
+        one.locator("[role=status]").inner_text(),
+        image.get_attribute("alt"),
+    )
     one.get_by_label(label, exact=True).focus()
     for key in keys:
         page.keyboard.press(key)
@@ -171,13 +199,20 @@ def test_a_row_is_added_and_its_length_dragged(page):
 
 
 def test_controls_have_names_and_axe_finds_nothing_serious(page):
-    """But for the handle of ipywidgets' slider, which has no name: each stands beside a field that has one and does the same."""
+    """But for ipywidgets' slider handle, which has no name: a field that has one stands beside each."""
     found = Axe().run(page, context=".bv-explorer").response["violations"]
-    nodes = [(one["id"], node["html"]) for one in found if one["impact"] in ("serious", "critical") for node in one["nodes"]]
-    assert [(id, text[:200]) for id, text in nodes if id != "aria-input-field-name" or 'class="noUi-handle' not in text] == []
+    nodes = [
+        (one["id"], node["html"]) for one in found if one["impact"] in ("serious", "critical") for node in one["nodes"]
+    ]
+    assert [
+        (id, text[:200]) for id, text in nodes if id != "aria-input-field-name" or 'class="noUi-handle' not in text
+    ] == []
     fields = page.locator(".bv-explorer input[type=number]")
     assert fields.count() == page.locator(".bv-explorer [role=slider]").count() > 10
-    assert page.evaluate("[...document.querySelectorAll('.bv-explorer input, .bv-explorer select')].every(e => e.labels.length === 1 && e.labels[0].textContent.trim())")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.bv-explorer input, .bv-explorer select')].every(e => e.labels.length === 1 "
+        "&& e.labels[0].textContent.trim())"
+    )
 
 
 def test_the_saved_notebook_keeps_the_state_and_the_twin(page, lab):
@@ -188,9 +223,13 @@ def test_the_saved_notebook_keeps_the_state_and_the_twin(page, lab):
     while "widgets" not in (saved := json.loads(lab[1].read_text()))["metadata"] and time.monotonic() < deadline:
         time.sleep(0.2)
     state = saved["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"].values()
-    assert value in [one["state"].get("value") for one in state if one["state"].get("description") == "requests in the step"]
+    assert value in [
+        one["state"].get("value") for one in state if one["state"].get("description") == "requests in the step"
+    ]
     assert sum("<img" in str(one["state"].get("value")) for one in state) == 4
-    outputs = [output for cell in saved["cells"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    outputs = [
+        output for cell in saved["cells"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
     assert len(outputs) == 4 and all("application/vnd.jupyter.widget-view+json" in one["data"] for one in outputs)
     assert page.errors == []
     page.screenshot(path=lab[1].with_name("lab.png"))  # to look at

@@ -15,13 +15,26 @@ from batch_variance.reporting.parameters import read_parameters_file, stronger
 
 
 def one(id, verdict="pass", value=1):
-    return {"id": id, "notebook": {"01": "01_a", "02": "02_b"}[id[:2]], "claim": f"{id} holds", "verdict": verdict, "value": value}
+    return {
+        "id": id,
+        "notebook": {"01": "01_a", "02": "02_b"}[id[:2]],
+        "claim": f"{id} holds",
+        "verdict": verdict,
+        "value": value,
+    }
 
 
 BEFORE = {
     "notebooks": [{"name": "01_a", "status": "ok", "seconds": 10.0}, {"name": "02_b", "status": "ok", "seconds": 5.0}],
     "checks": [one("01.same"), one("01.turns"), one("01.moves", value=0.25), one("01.goes"), one("02.elsewhere")],
-    "provenance": {"commit": "abc", "date": "2026-11-01", "quick": True, "device": "cpu", "packages": {"torch": "2.11.0"}, "gpu": "none"},
+    "provenance": {
+        "commit": "abc",
+        "date": "2026-11-01",
+        "quick": True,
+        "device": "cpu",
+        "packages": {"torch": "2.11.0"},
+        "gpu": "none",
+    },
 }
 
 
@@ -43,7 +56,9 @@ def test_what_changed(after):
         ("01.moves", "value", "0.25", "0.5"),
     ]
     assert (found["same"], found["absent"]) == (1, 1)
-    assert found["notebooks"] == [{"name": "01_a", "before": 10.0, "after": 12.0, "status_before": "ok", "status": "ok"}]
+    assert found["notebooks"] == [
+        {"name": "01_a", "before": 10.0, "after": 12.0, "status_before": "ok", "status": "ok"}
+    ]
     assert found["versions"] == [{"what": "torch", "before": "2.11.0", "after": "2.13.0"}]
 
 
@@ -74,7 +89,14 @@ def test_what_is_no_report_is_one_sentence(tmp_path, text, words):
 
 @pytest.mark.parametrize(
     "text, words",
-    [(None, "cannot be read"), ("a: [", "is not YAML"), ("3", "must map"), ("01_a: 3", "must map"), ("", "must map"), ("rows: {x: 1}", "must map")],
+    [
+        (None, "cannot be read"),
+        ("a: [", "is not YAML"),
+        ("3", "must map"),
+        ("01_a: 3", "must map"),
+        ("", "must map"),
+        ("rows: {x: 1}", "must map"),
+    ],
 )
 def test_a_bad_parameters_file_is_one_sentence(tmp_path, text, words):
     path = tmp_path / "p.yaml"

@@ -38,7 +38,9 @@ def test_a_changed_number_changes_the_bytes(tmp_path):
     kept["arguments"]["frame"]["values"][2][0] += 1
     (tmp_path / record.name).write_text(json.dumps(kept))
     png, svg = rebuild(tmp_path / record.name, tmp_path)
-    assert png.read_bytes() != (FIGURES / png.name).read_bytes() and svg.read_bytes() != (FIGURES / svg.name).read_bytes()
+    assert (
+        png.read_bytes() != (FIGURES / png.name).read_bytes() and svg.read_bytes() != (FIGURES / svg.name).read_bytes()
+    )
 
 
 def test_every_committed_picture_has_its_record():
@@ -58,7 +60,7 @@ FRAME = pd.DataFrame(
         "edge": [math.inf, -math.inf, math.nan],
         "count": [2**53 + 1, 0, -1],
         "flag": [True, False, True],
-        "word": ["a, \"b\"\n", "é", ""],
+        "word": ['a, "b"\n', "é", ""],
     }
 )
 
@@ -111,7 +113,8 @@ def test_what_cannot_be_kept_is_named():
 
 
 @pytest.mark.parametrize(
-    "text, words", [("{", "no record"), ("{}", "no record"), ('{"draw": "no.where", "tier": "emulated", "n": 1}', "'no.where'")]
+    "text, words",
+    [("{", "no record"), ("{}", "no record"), ('{"draw": "no.where", "tier": "emulated", "n": 1}', "'no.where'")],
 )
 def test_a_bad_record_is_one_sentence(tmp_path, text, words):
     (tmp_path / "01_a.json").write_text(text)

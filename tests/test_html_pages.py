@@ -263,7 +263,9 @@ def test_table_rows_have_addresses_and_csv_in_full_precision(report):
 def test_the_page_hands_out_notebook_parameters_and_data(report, tmp_path):
     path = report / "01_rows.html"
     notebook = nbformat.reads(download(path, "01_rows.ipynb").decode(), as_version=4)
-    assert notebook.cells[0].source.startswith("# Which *rows* vary?") and not any(c.get("outputs") for c in notebook.cells)
+    assert notebook.cells[0].source.startswith("# Which *rows* vary?") and not any(
+        c.get("outputs") for c in notebook.cells
+    )
     (tmp_path / "p.yaml").write_bytes(download(path, "01_rows.parameters.yaml"))
     assert read_parameters_file(tmp_path / "p.yaml") == ("01", {"01.threshold": 16, "01.model": None})
     with zipfile.ZipFile(io.BytesIO(download(path, "01_rows.data.zip"))) as packed:
@@ -349,7 +351,9 @@ def test_tables_sort_by_click_and_by_keyboard(report, browser):
     assert page.evaluate(names) == sorted(before) and heads.nth(0).get_attribute("aria-sort") == "ascending"
     heads.nth(0).locator("button").focus()
     page.keyboard.press("Enter")
-    assert page.evaluate(names) == sorted(before, reverse=True) and heads.nth(0).get_attribute("aria-sort") == "descending"
+    assert (
+        page.evaluate(names) == sorted(before, reverse=True) and heads.nth(0).get_attribute("aria-sort") == "descending"
+    )
     heads.nth(2).locator("button").click()  # numbers as numbers: 0.4531, 3, 7
     assert page.evaluate(names) == ["fail", "inconclusive", "pass"] and heads.nth(0).get_attribute("aria-sort") is None
     assert complaints == []

@@ -47,8 +47,18 @@ def token_table(noise=True):
     for prompt, concurrency, split in (("One?", 8, None), ("One?", 32, 12), ("Two?", 8, 3), ("Two?", 32, 20)):
         for position in range(24):
             same = split is None or position < split
-            rows.append((prompt, concurrency, position, f" w{position}", f" w{position}" if same else f" <{position}>",
-                         rng.lognormal(), rng.lognormal(), 1e-3))  # fmt: skip
+            rows.append(
+                (
+                    prompt,
+                    concurrency,
+                    position,
+                    f" w{position}",
+                    f" w{position}" if same else f" <{position}>",
+                    rng.lognormal(),
+                    rng.lognormal(),
+                    1e-3,
+                )
+            )
     names = ["prompt", "concurrency", "position", "alone", "together", "margin_alone", "margin_together", "noise"]
     frame = pd.DataFrame(rows, columns=names)
     return frame if noise else frame.drop(columns="noise")
@@ -75,11 +85,25 @@ def picture(one) -> bytes:
 
 
 MOVES = {
-    "schedule": {"row 0": [100, 7000, 0], "rows": [12, 2], "parts": [16, 132], "block": [128], "rule": list(RULES[1:]), "watched": [1]},
-    "threshold": {"requests": [64, 3], "tokens": [64, 2], "experts": [48, 8], "top_k": [1, 8], "layer": [1], "threshold": [0, 128]},
+    "schedule": {
+        "row 0": [100, 7000, 0],
+        "rows": [12, 2],
+        "parts": [16, 132],
+        "block": [128],
+        "rule": list(RULES[1:]),
+        "watched": [1],
+    },
+    "threshold": {
+        "requests": [64, 3],
+        "tokens": [64, 2],
+        "experts": [48, 8],
+        "top_k": [1, 8],
+        "layer": [1],
+        "threshold": [0, 128],
+    },
     "divergence": {"prompt": ["Two?"], "concurrency": [8, 32]},
     "tree": {"second": ["root-length, batch of 1", "flashmla, batch of 64"], "first": ["root-length, batch of 8"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -111,7 +135,10 @@ def test_controls_have_labels_and_the_picture_its_words(live, name):
 def test_several_controls_move_at_once(live):
     drawn = []
     one = live["schedule"]
-    one._draw, before = (lambda draw: lambda **values: drawn.append(values) or draw(**values))(one._draw), one.picture.value
+    one._draw, before = (
+        (lambda draw: lambda **values: drawn.append(values) or draw(**values))(one._draw),
+        one.picture.value,
+    )
     one.set(parts=8, block=128, rule="free-4")
     assert len(drawn) == 1 and drawn[0]["parts"] == 8 and one.picture.value != before
 
@@ -266,7 +293,9 @@ def test_additions_are_compared_by_what_they_add():
     lines = lines_of(left, pairs)
     assert lines.groupby("own").size().to_dict() == {False: 3, True: 6}, "0 + 1 is shared, two additions are not"
     assert not lines_of(left, left).own.any() and lines.leaves.iloc[0] == 4
-    assert "1 are the same" in words("a", left, "b", pairs) and "the same 3 additions" in words("a", left, "b", (3, (2, (1, 0))))
+    assert "1 are the same" in words("a", left, "b", pairs) and "the same 3 additions" in words(
+        "a", left, "b", (3, (2, (1, 0)))
+    )
     assert additions(Tree.of(left)) == additions(left)
 
 
@@ -281,9 +310,12 @@ def test_a_deep_and_a_wide_tree_are_drawn():
 
 @pytest.mark.parametrize(
     "trees, pairs, words",
-    [({"a": (0, 1)}, None, "give two or more"), ({"a": (0, 1), "b": (0, 1)}, [("a", "c")], "no tree is named 'c'"),
-     ({"a": (0, 1), "b": (0, 2)}, None, "leaves")],
-)  # fmt: skip
+    [
+        ({"a": (0, 1)}, None, "give two or more"),
+        ({"a": (0, 1), "b": (0, 1)}, [("a", "c")], "no tree is named 'c'"),
+        ({"a": (0, 1), "b": (0, 2)}, None, "leaves"),
+    ],
+)
 def test_what_is_no_pair_of_trees_is_refused(trees, pairs, words):
     with pytest.raises(BadInput, match=words):
         tree_explorer(trees, "emulated", 2, pairs)

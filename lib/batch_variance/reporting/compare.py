@@ -15,13 +15,23 @@ def read_summary(path: Path | str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadInput(f"there is no report to compare with at {path}: give a report's folder or its summary.json.") from None
+        raise BadInput(
+            f"there is no report to compare with at {path}: give a report's folder or its summary.json."
+        ) from None
     except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read as JSON ({type(error).__name__}): give a report's summary.json.") from None
+        raise BadInput(
+            f"{file} cannot be read as JSON ({type(error).__name__}): give a report's summary.json."
+        ) from None
     lists = isinstance(found, dict) and all(isinstance(found.get(name), list) for name in ("notebooks", "checks"))
-    whole = lists and isinstance(found.get("provenance"), dict) and all(
-        isinstance(one, dict) and {"id", "notebook", "claim", "verdict", "value"} <= one.keys() for one in found["checks"]
-    ) and all(isinstance(one, dict) and "name" in one for one in found["notebooks"])
+    whole = (
+        lists
+        and isinstance(found.get("provenance"), dict)
+        and all(
+            isinstance(one, dict) and {"id", "notebook", "claim", "verdict", "value"} <= one.keys()
+            for one in found["checks"]
+        )
+        and all(isinstance(one, dict) and "name" in one for one in found["notebooks"])
+    )
     if not whole:
         raise BadInput(f"{file} is no summary of a report: it lacks notebooks, checks or provenance.")
     return found
@@ -32,7 +42,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
     Returns ``before`` (commit, date, quick of the earlier), ``changes`` (check id, claim, page, what, before, after; a
     changed verdict first), ``same`` (checks without a change), ``absent`` (earlier checks of notebooks that this report
-    does not run), ``notebooks`` (name, seconds before and after, status before and after), ``versions`` (what, before, after).
+    does not run), ``notebooks`` (name, seconds before and after, status before and after),
+    ``versions`` (what, before, after).
     """
     running = {one["name"] for one in after["notebooks"]}
     finished = {one["name"] for one in after["notebooks"] if one["status"] == "ok"}
@@ -53,14 +64,27 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     changes += [(1, one, "check gone", one["verdict"], "–") for one in gone if one["notebook"] in finished]
     times = {one["name"]: one for one in before["notebooks"]}
     notebooks = [
-        {"name": one["name"], "before": times.get(one["name"], {}).get("seconds"), "after": one.get("seconds"),
-         "status_before": times.get(one["name"], {}).get("status", "absent"), "status": one["status"]}
+        {
+            "name": one["name"],
+            "before": times.get(one["name"], {}).get("seconds"),
+            "after": one.get("seconds"),
+            "status_before": times.get(one["name"], {}).get("status", "absent"),
+            "status": one["status"],
+        }
         for one in after["notebooks"]
     ]
     return {
         "before": {name: before["provenance"].get(name, "unknown") for name in ("commit", "date", "quick", "device")},
         "changes": [
-            {"id": one["id"], "claim": one["claim"], "what": what, "before": a, "after": b, "here": one["id"] in new, "notebook": one["notebook"]}
+            {
+                "id": one["id"],
+                "claim": one["claim"],
+                "what": what,
+                "before": a,
+                "after": b,
+                "here": one["id"] in new,
+                "notebook": one["notebook"],
+            }
             for _, one, what, a, b in sorted(changes, key=lambda item: item[0])
         ],
         "same": same,
@@ -72,8 +96,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def _versions(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, str]]:
     flat = [
-        {name: str(value) for name, value in ({k: one.get(k) for k in ("python", "processor", "threads", "gpu", "driver", "device", "quick")}
-         | (one.get("packages") or {})).items()}
+        {
+            name: str(value)
+            for name, value in (
+                {k: one.get(k) for k in ("python", "processor", "threads", "gpu", "driver", "device", "quick")}
+                | (one.get("packages") or {})
+            ).items()
+        }
         for one in (before, after)
     ]
     names = list(dict.fromkeys([*flat[0], *flat[1]]))

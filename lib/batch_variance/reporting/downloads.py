@@ -31,7 +31,10 @@ def data_uri(kind: str, content: str | bytes) -> str:
 
 def parameters_text(entry: Entry, provenance: dict[str, Any]) -> str:
     """YAML that ``batch-variance report -f`` takes: this notebook, with every value that this run had."""
-    head = f"# batch-variance report -f {entry.name}.parameters.yaml\n# as run at commit {provenance['commit']} on {provenance['date']}\n"
+    head = (
+        f"# batch-variance report -f {entry.name}.parameters.yaml\n# as run at commit {provenance['commit']} on "
+        f"{provenance['date']}\n"
+    )
     return head + yaml.safe_dump({entry.name: entry.plan.values}, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -53,7 +56,7 @@ def _csv(rows: list[dict]) -> str:
 
 
 def tables_of(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
-    """Tables that ``table`` displayed, in order: number (from 1), caption, csv, section (how many headings precede it)."""
+    """Tables that ``table`` displayed, in order: number (from 1), caption, csv, section (count of headings before)."""
     found, section = [], 0
     for cell in notebook.cells:
         section += cell.cell_type == "markdown" and bool(re.search(r"^#{1,6} ", cell.source, re.MULTILINE))
@@ -61,7 +64,15 @@ def tables_of(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
             about = output.get("metadata", {}).get(METADATA, {})
             if "table" in about and "text/csv" in output.get("data", {}):
                 text = "".join(output.data["text/csv"])
-                found.append({"number": len(found) + 1, "caption": about["table"], "csv": text, "section": section, "output": output})
+                found.append(
+                    {
+                        "number": len(found) + 1,
+                        "caption": about["table"],
+                        "csv": text,
+                        "section": section,
+                        "output": output,
+                    }
+                )
     return found
 
 
@@ -89,7 +100,11 @@ def downloads(entry: Entry, provenance: dict[str, Any]) -> list[dict[str, str]]:
     source = entry.plan.path.read_text(encoding="utf-8")
     found = [
         ("Notebook, to run", f"{entry.name}.ipynb", data_uri("application/x-ipynb+json", source)),
-        ("Parameters of this run", f"{entry.name}.parameters.yaml", data_uri("application/yaml", parameters_text(entry, provenance))),
+        (
+            "Parameters of this run",
+            f"{entry.name}.parameters.yaml",
+            data_uri("application/yaml", parameters_text(entry, provenance)),
+        ),
         ("All its data as CSV", f"{entry.name}.data.zip", data_uri("application/zip", archive(entry))),
     ]
     return [dict(zip(("label", "name", "href"), one)) for one in found]

@@ -94,7 +94,9 @@ def _pack(value: Any, where: str) -> Any:
         return {"float": repr(value)}  # JSON has no word for it
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"argument {where} holds a {type(value).__name__}: a drawn figure's arguments are frames and plain values.")
+    raise TypeError(
+        f"argument {where} holds a {type(value).__name__}: a drawn figure's arguments are frames and plain values."
+    )
 
 
 def _unpack(value: Any) -> Any:

@@ -100,7 +100,15 @@ def stamp(fig: Figure, tier: str, n: int | str) -> None:
     fig.draw_without_rendering()  # lays the figure out, or the box is not yet where things will be
     box, (width, height) = fig.get_tightbbox(), fig.get_size_inches()
     # In fractions of the figure: only that transform follows when savefig crops to the drawing.
-    fig.text(box.x1 / width, (box.y0 - 0.05) / height, f"{tier} · {counted(n)}", ha="right", va="top", fontsize=8, color="#555555")
+    fig.text(
+        box.x1 / width,
+        (box.y0 - 0.05) / height,
+        f"{tier} · {counted(n)}",
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="#555555",
+    )
 
 
 def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:

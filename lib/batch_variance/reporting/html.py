@@ -212,9 +212,14 @@ def _numbered(text: str, one: dict[str, Any]) -> str:
     head, start, body = text.partition("<tbody>")
     rows = iter(range(1, body.count("<tr>") + 1))
     body = re.sub("<tr>", lambda _: f'<tr id="table-{number}-row-{next(rows)}">', body)
-    head = head.replace("<figure ", f'<figure id="table-{number}" ', 1).replace("<strong>", f"<strong>Table {number}. ", 1)
+    head = head.replace("<figure ", f'<figure id="table-{number}" ', 1).replace(
+        "<strong>", f"<strong>Table {number}. ", 1
+    )
     head = head.replace('aria-label="', f'aria-label="Table {number}. ', 1)
-    link = f'<p class="csv"><a download="table-{number}.csv" href="{data_uri("text/csv", one["csv"])}">Table {number} as CSV</a></p>'
+    link = (
+        f'<p class="csv"><a download="table-{number}.csv" href="{data_uri("text/csv", one["csv"])}">Table '
+        f"{number} as CSV</a></p>"
+    )
     return f"{head}{start}{body.removesuffix('</figure>')}{link}</figure>"
 
 

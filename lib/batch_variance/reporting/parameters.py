@@ -168,7 +168,9 @@ def read_parameters_file(path: Path | str) -> tuple[str, dict[str, Any]]:
         raise BadInput(f"the parameters file {path} is not YAML: {' '.join(str(error).split())}") from None
     whole = isinstance(found, dict) and found and all(isinstance(values, dict) for values in found.values())
     if not whole or not all(re.fullmatch(r"\d{1,2}(_\w+)?", str(name)) for name in found):
-        raise BadInput(f"the parameters file {path} must map notebooks to values, as in 01_row_threshold: {{threshold: 32}}.")
+        raise BadInput(
+            f"the parameters file {path} must map notebooks to values, as in 01_row_threshold: {{threshold: 32}}."
+        )
     numbers = {name: str(name).split("_")[0].zfill(2) for name in found}
     values = {f"{numbers[name]}.{key}": value for name, some in found.items() for key, value in some.items()}
     return ",".join(numbers.values()), values

@@ -1,7 +1,8 @@
-"""The committed figures drawn again, PNG and SVG, from what was recorded: ``python -m batch_variance.reporting.rebuild``.
+"""The committed figures drawn again, PNG and SVG, from their records: ``python -m batch_variance.reporting.rebuild``.
 
 A report leaves each figure's plot function, frames, tier and count beside its picture (``drawings``). Those records
-are committed under ``figures/recorded``; ``--record REPORT`` takes a report's. Same record, same matplotlib: same bytes.
+are committed under ``figures/recorded``; ``--record REPORT`` takes over a report's. Same record, same
+matplotlib: same bytes.
 """
 
 import json
@@ -29,13 +30,15 @@ def rebuild(record: Path, folder: Path) -> list[Path]:
     written = []
     for suffix, save in ((".png", png_of), (".svg", svg_of)):
         data = save(fig)
-        written.append(write_atomically(folder / f"{record.stem}{suffix}", lambda path, data=data: path.write_bytes(data)))
+        written.append(
+            write_atomically(folder / f"{record.stem}{suffix}", lambda path, data=data: path.write_bytes(data))
+        )
     plt.close(fig)
     return written
 
 
 def take_over(report: Path, records: Path) -> list[str]:
-    """Copy a report's figure records. A notebook's figures that the report no longer has are dropped, all their files."""
+    """Copy a report's figure records. Figures that its notebooks no longer draw are dropped, all their files."""
     found = sorted((report / "figures").glob("*.json"))
     if not found:
         raise BadInput(f"{report} holds no figure records: give the folder of a report that has run.")
@@ -50,8 +53,12 @@ def take_over(report: Path, records: Path) -> list[str]:
 
 
 @click.command()
-@click.option("--record", metavar="REPORT", type=click.Path(path_type=Path), help="First take over this report's records.")
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to draw; the checkout's figures/ else.")
+@click.option(
+    "--record", metavar="REPORT", type=click.Path(path_type=Path), help="First take over this report's records."
+)
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=Path), help="Where to draw; the checkout's figures/ else."
+)
 def main(record: Path | None, out: Path | None):
     """Draw every recorded figure again, as PNG and SVG."""
     import matplotlib

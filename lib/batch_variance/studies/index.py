@@ -15,6 +15,7 @@ from pydantic import field_validator
 from ..common import Rate, data_path
 from .parameters import StudyParameters
 
+
 class Parameters(StudyParameters):
     """Notebook 00's parameters."""
 
@@ -84,8 +85,14 @@ def _decode_rates(found: Recorded):
         own = mine.policy.str.startswith("invariant")
         for dispatch, part in (("default", mine[~own]), ("invariant", mine[own])):
             if len(part):
-                yield _rate(f"bits of a row, {kernel} decode", dispatch, part.solo_differs.sum(), part.rows_checked.sum(),
-                            tier_of(part.iloc[0]), "decode_bits")  # fmt: skip
+                yield _rate(
+                    f"bits of a row, {kernel} decode",
+                    dispatch,
+                    part.solo_differs.sum(),
+                    part.rows_checked.sum(),
+                    tier_of(part.iloc[0]),
+                    "decode_bits",
+                )
 
 
 def _threshold_rates(found: Recorded):
@@ -96,8 +103,14 @@ def _threshold_rates(found: Recorded):
         for dispatch, policies in (("default", ["default"]), ("invariant", ["force-gemv", "force-gemm"])):
             part = busy[busy.policy.isin(policies)] if len(busy) else busy
             if len(part):
-                yield _rate(f"text of a request, row threshold, {ffn}", dispatch, part["differ from alone"].sum(),
-                            part.requests.sum(), tier_of(part.iloc[0]), name)  # fmt: skip
+                yield _rate(
+                    f"text of a request, row threshold, {ffn}",
+                    dispatch,
+                    part["differ from alone"].sum(),
+                    part.requests.sum(),
+                    tier_of(part.iloc[0]),
+                    name,
+                )
 
 
 def _concurrency_rates(found: Recorded):
@@ -107,12 +120,24 @@ def _concurrency_rates(found: Recorded):
         if not len(table):
             continue
         for level, part in table[table.run.isin(["A", "B"]) & (table.concurrency > 1)].groupby("concurrency"):
-            yield _rate(f"text of a request, all mechanisms, {ffn}, concurrency {level}", "default",
-                        part["differ from alone"].sum(), part.requests.sum(), tier_of(part.iloc[0]), name)  # fmt: skip
+            yield _rate(
+                f"text of a request, all mechanisms, {ffn}, concurrency {level}",
+                "default",
+                part["differ from alone"].sum(),
+                part.requests.sum(),
+                tier_of(part.iloc[0]),
+                name,
+            )
         twin = table[table.run == "twin"]
         if len(twin):
-            yield _rate(f"text of a request, all mechanisms, {ffn}, twin", "invariant", twin["differ from alone"].sum(),
-                        twin.requests.sum(), tier_of(twin.iloc[0]), name)  # fmt: skip
+            yield _rate(
+                f"text of a request, all mechanisms, {ffn}, twin",
+                "invariant",
+                twin["differ from alone"].sum(),
+                twin.requests.sum(),
+                tier_of(twin.iloc[0]),
+                name,
+            )
 
 
 # --- Costs ------------------------------------------------------------------------------------------------------------
@@ -134,14 +159,26 @@ def costs(found: Recorded) -> pd.DataFrame:
         for kernel, part in table.groupby("kernel"):
             full = len(part[part.policy == "default"])
             means = {
-                policy: some.ratio for policy, some in part.groupby("policy") if policy != "default" and len(some) == full
+                policy: some.ratio
+                for policy, some in part.groupby("policy")
+                if policy != "default" and len(some) == full
             }
             means = {policy: ratio for policy, ratio in means.items() if policy.startswith("invariant")}
             if means:
                 best = min(means, key=lambda policy: np.log(means[policy]).mean())
                 ratio = means[best]
-                rows.append((name, kernel, best.removeprefix("invariant").strip("-") or "invariant", float(np.exp(np.log(ratio).mean())),
-                             ratio.min(), ratio.max(), full, tier_of(part.iloc[0])))  # fmt: skip
+                rows.append(
+                    (
+                        name,
+                        kernel,
+                        best.removeprefix("invariant").strip("-") or "invariant",
+                        float(np.exp(np.log(ratio).mean())),
+                        ratio.min(),
+                        ratio.max(),
+                        full,
+                        tier_of(part.iloc[0]),
+                    )
+                )
     return pd.DataFrame(rows, columns=_COSTS)
 
 
@@ -152,10 +189,16 @@ def findings(found: Recorded) -> pd.DataFrame:
     """What the recorded tables say, a sentence each: finding, n, tier, table. Tables that are missing say nothing."""
     rows = [*_rate_findings(rates(found)), *_ulp_findings(found), *_audit_findings(found), *_probe_findings(found)]
     rows += [
-        (f"Invariance in {row.benchmark} ({row.kernel}) costs {row.cost:.2f} times the default's time with {row.policy}, "
-         f"{row.least:.2f} to {row.most:.2f} by shape.", f"{row.configurations} configurations", row.tier, row.benchmark)
+        (
+            f"Invariance in {row.benchmark} ({row.kernel}) costs {row.cost:.2f} times the default's time with "
+            f"{row.policy}, "
+            f"{row.least:.2f} to {row.most:.2f} by shape.",
+            f"{row.configurations} configurations",
+            row.tier,
+            row.benchmark,
+        )
         for row in costs(found).itertuples()
-    ]  # fmt: skip
+    ]
     return pd.DataFrame(rows, columns=["finding", "n", "tier", "table"])
 
 
@@ -163,7 +206,12 @@ def _rate_findings(table: pd.DataFrame):
     for row in table.itertuples():
         said = f"{row.events:,} of {row.trials:,} ({row.low:.2%} to {row.high:.2%})"
         unit = "rows" if row.subject.startswith("bits") else "requests"
-        yield f"{row.subject.capitalize()}, {row.dispatch} dispatch: {said} differ from the same alone.", f"{row.trials:,} {unit}", row.tier, row.table
+        yield (
+            f"{row.subject.capitalize()}, {row.dispatch} dispatch: {said} differ from the same alone.",
+            f"{row.trials:,} {unit}",
+            row.tier,
+            row.table,
+        )
 
 
 def _ulp_findings(found: Recorded):
@@ -173,8 +221,12 @@ def _ulp_findings(found: Recorded):
         counts = part.groupby("ulp_up_to")["values"].sum()
         moved = counts.sum() - counts.get("0", 0)
         if moved:
-            yield (f"Of the values that move in a {kernel} decode row, {counts.get('1', 0) / moved:.0%} move by one ULP.",
-                   f"{int(moved):,} values", tier_of(part.iloc[0]), "decode_ulp")  # fmt: skip
+            yield (
+                f"Of the values that move in a {kernel} decode row, {counts.get('1', 0) / moved:.0%} move by one ULP.",
+                f"{int(moved):,} values",
+                tier_of(part.iloc[0]),
+                "decode_ulp",
+            )
 
 
 def _audit_findings(found: Recorded):
@@ -184,7 +236,11 @@ def _audit_findings(found: Recorded):
         first = part.iloc[0]
         kinds = part[part.introduces > 0].op.drop_duplicates().tolist()
         said = ", ".join(sorted(one.removeprefix("_") for one in kinds)[:4]) + (" and others" if len(kinds) > 4 else "")
-        words = f"{len(kinds)} kind{'s' if len(kinds) != 1 else ''} of operation introduce{'s' if len(kinds) == 1 else ''} a difference in {first.model}, {key[1]}, batch of {key[2]}" + (f" ({said})" if kinds else "")
+        words = (
+            f"{len(kinds)} kind{'s' if len(kinds) != 1 else ''} of operation "
+            f"introduce{'s' if len(kinds) == 1 else ''} a difference in {first.model}, {key[1]}, batch of {key[2]}"
+            + (f" ({said})" if kinds else "")
+        )
         if len(tokens):
             own = tokens[(tokens.device == key[0]) & (tokens.dtype == key[1]) & (tokens.batch == key[2])]
             words += f"; the text of {int((own.first_difference >= 0).sum())} of {len(own)} rows changes"
@@ -195,8 +251,14 @@ def _probe_findings(found: Recorded):
     table = found.table("probe_zoo")
     planted = table[table.axis != "none"] if len(table) else table
     if len(planted):
-        yield (f"The probe finds {int(planted.found.sum()):,} of {int(planted.instances.sum()):,} planted faults on their own axis, "
-               f"{int(planted.found_elsewhere.sum())} on another.", f"{int(planted.instances.sum()):,} faults", tier_of(planted.iloc[0]), "probe_zoo")  # fmt: skip
+        yield (
+            f"The probe finds {int(planted.found.sum()):,} of {int(planted.instances.sum()):,} planted faults on "
+            f"their own axis, "
+            f"{int(planted.found_elsewhere.sum())} on another.",
+            f"{int(planted.instances.sum()):,} faults",
+            tier_of(planted.iloc[0]),
+            "probe_zoo",
+        )
 
 
 # --- What is not known ------------------------------------------------------------------------------------------------
@@ -225,9 +287,17 @@ def unknown(found: Recorded) -> pd.DataFrame:
     for pattern, question in WANTED.items():
         if not list(found.folder.glob(f"{pattern}.csv")):
             rows.append((question, f"no table {pattern} is recorded"))
-    places = {place(row) for name in found.names if len(table := found.table(name)) for row in [table.iloc[-1]] if "gpu" in row}
+    places = {
+        place(row)
+        for name in found.names
+        if len(table := found.table(name))
+        for row in [table.iloc[-1]]
+        if "gpu" in row
+    }
     gpus = sorted(one for one in places if one.startswith("NVIDIA") or "GPU" in one)
-    rows.append(("whether other GPUs and drivers behave alike", f"recorded on {', '.join(gpus) if gpus else 'no GPU'} only"))
+    rows.append(
+        ("whether other GPUs and drivers behave alike", f"recorded on {', '.join(gpus) if gpus else 'no GPU'} only")
+    )
     return pd.DataFrame(rows, columns=["question", "why it is open"])
 
 
@@ -252,15 +322,24 @@ def inventory(found: Recorded) -> pd.DataFrame:
 def argument(found: Recorded) -> str:
     """The argument in a few sentences, each only as far as tables carry it."""
     table, cost = rates(found), costs(found)
-    parts = ["A sum of floating-point numbers has the bits of its tree of additions. Where a kernel lets the batch choose the tree, a row's bits depend on its company."]
+    parts = [
+        "A sum of floating-point numbers has the bits of its tree of additions. Where a kernel lets the batch "
+        "choose the tree, a row's bits depend on its company."
+    ]
     by = {dispatch: part for dispatch, part in table.groupby("dispatch")}
     if "default" in by:
         most = by["default"].assign(share=lambda t: t.events / t.trials).sort_values("share").iloc[-1]
-        parts.append(f"Recorded so far, default dispatch changes up to {most.share:.0%} ({most.subject}: {most.events:,} of {most.trials:,}).")
+        parts.append(
+            f"Recorded so far, default dispatch changes up to {most.share:.0%} ({most.subject}: {most.events:,} of "
+            f"{most.trials:,})."
+        )
     if "invariant" in by:
         own = by["invariant"]
-        parts.append(f"With the tree fixed, {int(own.events.sum()):,} of {int(own.trials.sum()):,} rows and requests differ; in the smallest of these "
-                     f"{len(own)} groups that still allows {own.high.max():.2%}.")  # fmt: skip
+        parts.append(
+            f"With the tree fixed, {int(own.events.sum()):,} of {int(own.trials.sum()):,} rows and "
+            f"requests differ; in the smallest of these "
+            f"{len(own)} groups that still allows {own.high.max():.2%}."
+        )
     if len(cost):
         said = "; ".join(f"{row.benchmark} ({row.kernel}) {row.cost:.2f}" for row in cost.itertuples())
         parts.append(f"Fixing it costs, as a factor of the default's time: {said}.")
@@ -275,8 +354,12 @@ def rates_sentence(table: pd.DataFrame) -> str:
         return "No rate is recorded."
     zero = table[(table.dispatch == "invariant") & (table.events == 0)]
     some = table[(table.dispatch == "default") & (table.events > 0)]
-    return (f"{len(some)} of {int((table.dispatch == 'default').sum())} subjects vary under default dispatch; under invariant dispatch "
-            f"{len(zero)} of {int((table.dispatch == 'invariant').sum())} show none, over {int(zero.trials.sum()):,} rows and requests.")  # fmt: skip
+    return (
+        f"{len(some)} of {int((table.dispatch == 'default').sum())} subjects vary under default dispatch; under "
+        f"invariant dispatch "
+        f"{len(zero)} of {int((table.dispatch == 'invariant').sum())} show none, over "
+        f"{int(zero.trials.sum()):,} rows and requests."
+    )
 
 
 def costs_sentence(table: pd.DataFrame) -> str:
@@ -284,5 +367,8 @@ def costs_sentence(table: pd.DataFrame) -> str:
     if not len(table):
         return "No cost is recorded."
     worst = table.sort_values("most").iloc[-1]
-    return (f"The least costly invariant policy takes {table.cost.min():.2f} to {table.cost.max():.2f} times the default's time in the "
-            f"geometric mean; the worst single case is {worst.most:.2f} ({worst.benchmark}, {worst.kernel}).")  # fmt: skip
+    return (
+        f"The least costly invariant policy takes {table.cost.min():.2f} to {table.cost.max():.2f} times the "
+        f"default's time in the "
+        f"geometric mean; the worst single case is {worst.most:.2f} ({worst.benchmark}, {worst.kernel})."
+    )

@@ -17,7 +17,9 @@ def boxes(ax: Axes, left, right, bottom, height, **style) -> None:
     """Many rectangles as one collection: a patch each would make a control wait."""
     left, right, bottom, height = (np.asarray(values, float) for values in (left, right, bottom, height))
     top = bottom + height
-    corners = np.stack([np.stack(xy, axis=-1) for xy in ((left, bottom), (right, bottom), (right, top), (left, top))], axis=1)
+    corners = np.stack(
+        [np.stack(xy, axis=-1) for xy in ((left, bottom), (right, bottom), (right, top), (left, top))], axis=1
+    )
     ax.add_collection(PolyCollection(corners, **style))
 
 
@@ -37,9 +39,20 @@ def pieces_on(ax: Axes, pieces: pd.DataFrame) -> None:
     for height, case in enumerate(cases):
         part = pieces[pieces.case == case]
         shades = np.where(np.arange(len(part)) % 2 == 0, WATCHED, "#F3CE80")
-        boxes(ax, part.begin_block, part.end_block, np.full(len(part), height - 0.3), 0.6, facecolors=shades, edgecolors="white", linewidths=0.5)
+        boxes(
+            ax,
+            part.begin_block,
+            part.end_block,
+            np.full(len(part), height - 0.3),
+            0.6,
+            facecolors=shades,
+            edgecolors="white",
+            linewidths=0.5,
+        )
     counts = pieces.case.value_counts().to_dict()
-    ax.set_yticks(range(len(cases)), [f"{case}\n{counts[case]} piece{'s' if counts[case] > 1 else ''}" for case in cases])
+    ax.set_yticks(
+        range(len(cases)), [f"{case}\n{counts[case]} piece{'s' if counts[case] > 1 else ''}" for case in cases]
+    )
     end = pieces.end_block.max() if len(pieces) else 1  # a row without tokens has no piece
     ax.set(xlim=(0, end), ylim=(max(len(cases), 1) - 0.5, -0.5))
     ax.grid(axis="y", visible=False)
@@ -68,7 +81,17 @@ def experts_on(ax: Axes, rows: pd.DataFrame, threshold: int) -> None:
     above = (rows.rows > threshold).to_numpy()
     for group, colour, hatch in ((~above, OTHERS, None), (above, WATCHED, "///")):
         part = rows[group]
-        boxes(ax, part.expert - 0.4, part.expert + 0.4, np.zeros(len(part)), part.rows, facecolors=colour, hatch=hatch, edgecolors="white", linewidths=0.3)
+        boxes(
+            ax,
+            part.expert - 0.4,
+            part.expert + 0.4,
+            np.zeros(len(part)),
+            part.rows,
+            facecolors=colour,
+            hatch=hatch,
+            edgecolors="white",
+            linewidths=0.3,
+        )
     ax.axhline(threshold + 0.5, color="#333333", linestyle="--", linewidth=1.2)
     ax.set(xlim=(-0.6, len(rows) - 0.4), ylim=(0, 1.12 * max(rows.rows.max(), threshold + 1)))
     ax.grid(axis="x", visible=False)
@@ -79,8 +102,13 @@ def expert_rows(states: pd.DataFrame, threshold: int) -> Figure:
     """Small multiples of rows per expert. states: state, expert, rows."""
     names = list(dict.fromkeys(states.state))
     columns = min(3, len(names))
-    fig, axes = plt.subplots(-(-len(names) // columns), columns, figsize=(3.1 * columns, 2.3 * -(-len(names) // columns) + 0.3), squeeze=False)
-    for ax in axes.flat[len(names):]:
+    fig, axes = plt.subplots(
+        -(-len(names) // columns),
+        columns,
+        figsize=(3.1 * columns, 2.3 * -(-len(names) // columns) + 0.3),
+        squeeze=False,
+    )
+    for ax in axes.flat[len(names) :]:
         ax.set_axis_off()
     for ax, name in zip(axes.flat, names):
         part = states[states.state == name].reset_index(drop=True)
@@ -98,14 +126,34 @@ def margins_on(ax: Axes, tokens: pd.DataFrame) -> None:
     tokens: position, margin_alone, margin_together, same (bool), and noise or no such column.
     """
     floor = 1e-6
-    ax.plot(tokens.position, tokens.margin_alone.clip(lower=floor), "-o", markersize=3, linewidth=1.2, color=OTHERS, label="margin, alone")
-    ax.plot(tokens.position, tokens.margin_together.clip(lower=floor), "--s", markersize=3, linewidth=1.2, color="#D55E00", label="margin, together")
+    ax.plot(
+        tokens.position,
+        tokens.margin_alone.clip(lower=floor),
+        "-o",
+        markersize=3,
+        linewidth=1.2,
+        color=OTHERS,
+        label="margin, alone",
+    )
+    ax.plot(
+        tokens.position,
+        tokens.margin_together.clip(lower=floor),
+        "--s",
+        markersize=3,
+        linewidth=1.2,
+        color="#D55E00",
+        label="margin, together",
+    )
     if "noise" in tokens and tokens.noise.notna().any():
-        ax.plot(tokens.position, tokens.noise.clip(lower=floor), ":", color="#333333", linewidth=1.4, label="logit noise")
+        ax.plot(
+            tokens.position, tokens.noise.clip(lower=floor), ":", color="#333333", linewidth=1.4, label="logit noise"
+        )
     split = first_split(tokens)
     if split is not None:
         ax.axvline(split, color="#333333", linewidth=1.2)
-        ax.annotate("first split", (split, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9)
+        ax.annotate(
+            "first split", (split, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9
+        )
     ax.set_yscale("log")
 
 
@@ -137,6 +185,7 @@ def tree_on(ax: Axes, lines: pd.DataFrame, leaves: int) -> None:
         ax.add_collection(LineCollection(ends, colors=colour, linewidths=width, linestyles=[dashes]))
     top = lines[["y0", "y1"]].to_numpy().max() if len(lines) else 1
     ax.set(xlim=(-0.7, leaves - 0.3), ylim=(-0.03 * top, 1.05 * top))
+    ax.yaxis.get_major_locator().set_params(integer=True)
     ax.grid(visible=False)
 
 

@@ -19,11 +19,19 @@ def rates(table: pd.DataFrame) -> Figure:
     for dispatch, (colour, marker) in _LOOK.items():
         mine = (table.dispatch == dispatch).to_numpy()
         error = [(share - table.low)[mine], (table.high - share)[mine]]
-        ax.errorbar(share[mine], place[mine], xerr=error, fmt=marker, color=colour, capsize=3, label=f"{dispatch} dispatch")
+        ax.errorbar(
+            share[mine], place[mine], xerr=error, fmt=marker, color=colour, capsize=3, label=f"{dispatch} dispatch"
+        )
     for y, row in zip(place, table.itertuples()):
-        ax.annotate(f"{row.events:,} of {row.trials:,}", (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        ax.annotate(
+            f"{row.events:,} of {row.trials:,}", (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=8
+        )
     ax.set_yticks(place, table.subject, fontsize=9)
-    ax.set(xlim=(-0.03, 1.03), ylim=(-0.7, max(len(table), 1) - 0.3), xlabel="share that differs from the same alone (95% interval)")
+    ax.set(
+        xlim=(-0.03, 1.03),
+        ylim=(-0.7, max(len(table), 1) - 0.3),
+        xlabel="share that differs from the same alone (95% interval)",
+    )
     ax.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16 - 0.6 / max(len(table), 2)), ncols=2)
     return fig
 
@@ -36,10 +44,15 @@ def costs(table: pd.DataFrame) -> Figure:
     ax.hlines(place, table.least, table.most, color="#9AB7CC", linewidth=5)
     ax.plot(table.cost, place, "o", color="#0072B2")
     for y, row in zip(place, table.itertuples()):
-        ax.annotate(f"{row.cost:.2f}", (row.cost, y), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+        ax.annotate(
+            f"{row.cost:.2f}", (row.cost, y), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
+        )
     ax.axvline(1, color="#333333", linewidth=1)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set_yticks(place, [f"{row.benchmark}, {row.kernel}\n{row.policy}" for row in table.itertuples()], fontsize=9)
-    ax.set(ylim=(-0.6, max(len(table), 1) - 0.4), xlabel="time over the default's (dot: geometric mean; bar: all configurations)")
+    ax.set(
+        ylim=(-0.6, max(len(table), 1) - 0.4),
+        xlabel="time over the default's (dot: geometric mean; bar: all configurations)",
+    )
     return fig

@@ -18,7 +18,10 @@ def checked(tokens: pd.DataFrame) -> pd.DataFrame:
     missing = [name for name in COLUMNS if name not in tokens]
     if missing or tokens.empty:
         said = f"lacks {', '.join(missing)}" if missing else "is empty"
-        raise BadInput(f"the divergence explorer's table {said}: it needs a row a (prompt, concurrency, position) with {', '.join(COLUMNS)}.")
+        raise BadInput(
+            f"the divergence explorer's table {said}: it needs a row a (prompt, concurrency, position) with "
+            f"{', '.join(COLUMNS)}."
+        )
     return tokens.assign(same=tokens.alone.astype(str) == tokens.together.astype(str))
 
 
@@ -37,12 +40,16 @@ class DivergenceExplorer(Explorer):
         self.view.children = [*self.view.children, self.texts]
 
     def draw(self, prompt, concurrency) -> tuple[Figure, str]:
-        part = self._tokens[(self._tokens.prompt == prompt) & (self._tokens.concurrency == concurrency)].sort_values("position")
+        part = self._tokens[(self._tokens.prompt == prompt) & (self._tokens.concurrency == concurrency)].sort_values(
+            "position"
+        )
         if part.empty:
-            raise BadInput(f"prompt {_short(prompt)!r} was not served at concurrency {concurrency}: choose another pair.")
+            raise BadInput(
+                f"prompt {_short(prompt)!r} was not served at concurrency {concurrency}: choose another pair."
+            )
         fig = canvas(8.4, 2.9)
         ax = fig.subplots()
-        fig.subplots_adjust(left=0.09, right=0.79, top=0.9, bottom=0.18)
+        fig.subplots_adjust(left=0.11, right=0.79, top=0.9, bottom=0.18)
         plots.margins_on(ax, part)
         ax.set(xlabel="token of the text", ylabel="margin (logits)")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -54,11 +61,18 @@ def words(part: pd.DataFrame, concurrency: int) -> str:
     """Whether and where the two texts split, with both margins there."""
     split = plots.first_split(part)
     if split is None:
-        return f"At concurrency {concurrency} all {len(part)} tokens are those of the prompt served alone; the smallest margin alone is {part.margin_alone.min():.3g} logits."
+        return (
+            f"At concurrency {concurrency} all {len(part)} tokens are those of the prompt served alone; the "
+            f"smallest margin alone is {part.margin_alone.min():.3g} logits."
+        )
     at = part[part.position == split].iloc[0]
     noise = f" The noise there is {at.noise:.2g} logits." if "noise" in part and pd.notna(at.noise) else ""
-    return (f"At concurrency {concurrency} the texts split at token {split}: {str(at.alone)!r} alone (margin {at.margin_alone:.3g} logits), "
-            f"{str(at.together)!r} together (margin {at.margin_together:.3g}).{noise} The median margin alone is {part.margin_alone.median():.3g}.")
+    return (
+        f"At concurrency {concurrency} the texts split at token {split}: {str(at.alone)!r} alone (margin "
+        f"{at.margin_alone:.3g} logits), "
+        f"{str(at.together)!r} together (margin {at.margin_together:.3g}).{noise} The median margin alone is "
+        f"{part.margin_alone.median():.3g}."
+    )
 
 
 def side_by_side(part: pd.DataFrame) -> str:
@@ -72,16 +86,21 @@ def side_by_side(part: pd.DataFrame) -> str:
             after = "".join(map(str, part[part.position >= split][column]))
             text += f'<mark title="from the first split on">{html.escape(after)}</mark>'
         cells.append(f'<td style="vertical-align:top;text-align:left;white-space:pre-wrap;width:50%">{text}</td>')
-    return ('<table style="width:100%;max-width:60rem;table-layout:fixed"><thead><tr><th scope="col" style="text-align:left">alone</th>'
-            f'<th scope="col" style="text-align:left">together</th></tr></thead><tbody><tr>{"".join(cells)}</tr></tbody></table>')
+    return (
+        '<table style="width:100%;max-width:60rem;table-layout:fixed"><thead><tr><th scope="col" '
+        'style="text-align:left">alone</th>'
+        f'<th scope="col" '
+        f'style="text-align:left">together</th></tr></thead><tbody><tr>{"".join(cells)}</tr></tbody></table>'
+    )
 
 
 def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str = "divergence-explorer") -> str:
     """Display the explorer; returns a sentence on what its twin shows.
 
-    tokens: a row a (prompt, concurrency, position): ``prompt`` (text or number), ``concurrency``, ``position`` (from 0),
-    ``alone`` and ``together`` (the token's text, as it is joined), ``margin_alone`` and ``margin_together`` (top-1 minus
-    top-2 logit of each run at that position) and, where it was measured, ``noise`` (size of the logits' difference).
+    tokens: a row a (prompt, concurrency, position): ``prompt`` (text or number), ``concurrency``, ``position`` (from
+    0), ``alone`` and ``together`` (the token's text, as it is joined), ``margin_alone`` and ``margin_together`` (top-1
+    minus top-2 logit of each run at that position, NaN where it is not known) and, where it was measured, ``noise``
+    (size of the logits' difference).
     Starts at a pair that splits, if any. Raises BadInput for a table without these columns.
     """
     table = checked(tokens)
@@ -95,7 +114,9 @@ def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str
         part = table[(table.prompt == one) & (table.concurrency == level)].sort_values("position")
         states.append(part.assign(state=f"{_short(one)}, concurrency {level}"))
         said.append(f"{_short(one)}: {words(part, level)}")
-    kept = [name for name in ("state", "position", "margin_alone", "margin_together", "same", "noise") if name in states[0]]
+    kept = [
+        name for name in ("state", "position", "margin_alone", "margin_together", "same", "noise") if name in states[0]
+    ]
     twin = plots.divergences(pd.concat(states, ignore_index=True)[kept])
     return present(live, twin, name, " ".join(said), tier, n)
 

@@ -66,7 +66,9 @@ class Explorer:
             return
         self.sentence.value = f'<p role="status" style="max-width:46rem;line-height:1.4">{html.escape(words)}</p>'
         source = base64.b64encode(_png(fig)).decode()
-        self.picture.value = f'<img alt="{html.escape(words)}" src="data:image/png;base64,{source}" style="max-width:100%">'
+        self.picture.value = (
+            f'<img alt="{html.escape(words)}" src="data:image/png;base64,{source}" style="max-width:100%">'
+        )
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -97,8 +99,8 @@ def _png(fig: Figure) -> bytes:
 def knob(label: str, value: int, low: int, high: int) -> W.BoundedIntText:
     """A whole number with a label: a field for the keyboard and, ``beside`` it, a slider for the mouse.
 
-    The field is there because JupyterLab takes arrow keys for itself unless text is being edited, and because the handle
-    of ipywidgets' slider has no name that a screen reader could say.
+    The field is there because JupyterLab takes arrow keys for itself unless text is being edited, and because the
+    handle of ipywidgets' slider has no name that a screen reader could say.
     """
     field = W.BoundedIntText(value, min=low, max=high, description=label, style=LABEL, layout=W.Layout(width="17.5rem"))
     field.beside = W.IntSlider(value, low, high, readout=False, layout=W.Layout(width="12rem"))
@@ -113,4 +115,8 @@ def choice(label: str, options, value) -> W.Dropdown:
 
 def line(control: W.Widget) -> W.Widget:
     """A control as it stands in the panel."""
-    return W.HBox([control, control.beside], layout=W.Layout(flex_flow="row wrap")) if hasattr(control, "beside") else control
+    return (
+        W.HBox([control, control.beside], layout=W.Layout(flex_flow="row wrap"))
+        if hasattr(control, "beside")
+        else control
+    )

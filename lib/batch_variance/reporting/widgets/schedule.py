@@ -26,7 +26,9 @@ def timeline(plan: Plan, overhead: int, watched: int) -> pd.DataFrame:
     return pd.DataFrame({"part": part, "start": stop - cost, "stop": stop, "watched": row == watched})
 
 
-def state(lengths: Sequence[int], watched: int, parts: int, block: int, overhead: int, rule: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def state(
+    lengths: Sequence[int], watched: int, parts: int, block: int, overhead: int, rule: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Timeline of the batch, and the watched row's pieces (case, begin_block, end_block) in the batch and alone.
 
     lengths in tokens. Raises BadInput as ``make_plan`` does.
@@ -44,7 +46,9 @@ def state(lengths: Sequence[int], watched: int, parts: int, block: int, overhead
 class ScheduleExplorer(Explorer):
     """Rows can be added, taken away and lengthened; row 0 is the one to watch at first."""
 
-    def __init__(self, lengths: Sequence[int], watched: int, parts: int, block: int, overhead: int, rule: str, longest: int):
+    def __init__(
+        self, lengths: Sequence[int], watched: int, parts: int, block: int, overhead: int, rule: str, longest: int
+    ):
         self._rows = [
             knob(f"row {row} (tokens)", int(lengths[row]) if row < len(lengths) else longest // 4, 0, longest)
             for row in range(max(MOST_ROWS, len(lengths)))
@@ -57,7 +61,9 @@ class ScheduleExplorer(Explorer):
             "block": choice("block size (tokens)", sorted({16, 32, 64, 128, 256, block}), block),
             "rule": choice("rule", list(dict.fromkeys([*RULES, rule])), rule),
         }
-        add, drop = W.Button(description="Add a row"), W.Button(description="Remove the last row")
+        wide = W.Layout(width="auto")
+        add = W.Button(description="Add a row", layout=wide)
+        drop = W.Button(description="Remove the last row", layout=wide)
         add.on_click(lambda _: setattr(controls["rows"], "value", min(controls["rows"].value + 1, len(self._rows))))
         drop.on_click(lambda _: setattr(controls["rows"], "value", max(controls["rows"].value - 1, 1)))
         controls["rows"].observe(self._fit, "value")
@@ -65,7 +71,9 @@ class ScheduleExplorer(Explorer):
         super().__init__(controls, self.draw, "Schedule explorer: how a batch is cut over SM parts")
         self._lengths = W.VBox([line(one) for one in self._rows[: len(lengths)]])
         first = [line(controls[name]) for name in ("rule", "parts", "block", "watched", "rows")]
-        self.panel.children = [W.HBox([W.VBox(first), W.VBox([W.HBox([add, drop]), self._lengths])], layout=W.Layout(flex_flow="row wrap"))]
+        self.panel.children = [
+            W.HBox([W.VBox(first), W.VBox([W.HBox([add, drop]), self._lengths])], layout=W.Layout(flex_flow="row wrap"))
+        ]
 
     def _fit(self, change) -> None:
         self._lengths.children = [line(one) for one in self._rows[: change["new"]]]
@@ -90,12 +98,20 @@ class ScheduleExplorer(Explorer):
     def _words(lengths, watched, parts, block, segments, pieces, rule) -> str:
         counts = pieces.groupby("case").size()
         here, alone = int(counts.get("in the batch", 0)), int(counts.get("alone", 0))
-        same = pieces[pieces.case == "alone"].drop(columns="case").to_numpy().tolist() == pieces[
-            pieces.case == "in the batch"].drop(columns="case").to_numpy().tolist()
-        tree = "the same reduction tree, so the same order of additions" if same else "another reduction tree than alone"
-        return (f"Under {rule}, row {watched} ({lengths[watched]:,} tokens, {-(-lengths[watched] // block)} blocks of {block}) is cut into "
-                f"{here} piece{'s' * (here != 1)} in this batch of {len(lengths)} and into {alone} alone: {tree}. "
-                f"{segments.part.nunique()} of {parts} SM parts work, the last until block time {int(segments.stop.max()) if len(segments) else 0}.")
+        same = (
+            pieces[pieces.case == "alone"].drop(columns="case").to_numpy().tolist()
+            == pieces[pieces.case == "in the batch"].drop(columns="case").to_numpy().tolist()
+        )
+        tree = (
+            "the same reduction tree, so the same order of additions" if same else "another reduction tree than alone"
+        )
+        return (
+            f"Under {rule}, row {watched} ({lengths[watched]:,} tokens, {-(-lengths[watched] // block)} blocks of "
+            f"{block}) is cut into "
+            f"{here} piece{'s' * (here != 1)} in this batch of {len(lengths)} and into {alone} alone: {tree}. "
+            f"{segments.part.nunique()} of {parts} SM parts work, the last until block time "
+            f"{int(segments.stop.max()) if len(segments) else 0}."
+        )
 
 
 def schedule_explorer(p, name: str = "schedule-explorer") -> str:
@@ -112,9 +128,17 @@ def schedule_explorer(p, name: str = "schedule-explorer") -> str:
     live = ScheduleExplorer(drawn, watched, p.num_sm_parts, p.block_size, p.overhead, BATCH_WIDE, max(8192, *drawn))
     rows = [p.longest, *batch_lengths(p, 64, seed=1)[1:]]
     cases = [(f"{rule}, batch of {size}", rows[:size], rule) for rule in (BATCH_WIDE, p.rule) for size in (2, 64)]
-    found = [(label, *state(lengths, 0, p.num_sm_parts, p.block_size, p.overhead, rule)) for label, lengths, rule in cases]
+    found = [
+        (label, *state(lengths, 0, p.num_sm_parts, p.block_size, p.overhead, rule)) for label, lengths, rule in cases
+    ]
     segments = pd.concat([one.assign(state=label) for label, one, _ in found], ignore_index=True)
     pieces = pd.concat([one.assign(state=label) for label, _, one in found], ignore_index=True)
     count = pieces[pieces.case == "in the batch"].groupby("state", sort=False).size()
-    words = f"Pieces that a row of {p.longest:,} tokens is cut into: " + "; ".join(f"{label}: {n}" for label, n in count.items()) + "."
-    return present(live, plots.schedules(segments, pieces, p.num_sm_parts), name, words, "emulated", f"{len(cases)} states")
+    words = (
+        f"Pieces that a row of {p.longest:,} tokens is cut into: "
+        + "; ".join(f"{label}: {n}" for label, n in count.items())
+        + "."
+    )
+    return present(
+        live, plots.schedules(segments, pieces, p.num_sm_parts), name, words, "emulated", f"{len(cases)} states"
+    )

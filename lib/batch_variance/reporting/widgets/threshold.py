@@ -45,12 +45,17 @@ def words(rows: pd.DataFrame, requests: int, tokens: int, top_k: int, threshold:
     """What the bars show, in a sentence or two."""
     above = rows.expert[rows.rows > threshold].tolist()
     named = ", ".join(map(str, above[:8])) + (" and others" if len(above) > 8 else "")
-    crossing = f"{len(above)} of {len(rows)} experts cross the threshold of {threshold} rows" + (f": {named}" if above else "")
+    crossing = f"{len(above)} of {len(rows)} experts cross the threshold of {threshold} rows" + (
+        f": {named}" if above else ""
+    )
     busiest = rows.loc[rows.rows.idxmax()]
     total = requests * tokens
-    return (f"{requests} request{'s' * (requests > 1)} of {tokens} token{'s' * (tokens > 1)} make {total:,} rows, each for {top_k} experts. {crossing}. "
-            f"The busiest, expert {busiest.expert}, has {busiest.rows:,} rows; a dense FFN would have {total:,}"
-            f" and {'cross' if total > threshold else 'stay below'}.")
+    return (
+        f"{requests} request{'s' * (requests > 1)} of {tokens} token{'s' * (tokens > 1)} make {total:,} rows, each "
+        f"for {top_k} experts. {crossing}. "
+        f"The busiest, expert {busiest.expert}, has {busiest.rows:,} rows; a dense FFN would have {total:,}"
+        f" and {'cross' if total > threshold else 'stay below'}."
+    )
 
 
 def threshold_explorer(routing: Routing, p, tier: str, name: str = "threshold-explorer") -> str:
@@ -66,7 +71,10 @@ def threshold_explorer(routing: Routing, p, tier: str, name: str = "threshold-ex
         for requests, tokens, k in cases
     }
     over = "; ".join(f"{state}: {int((rows.rows > p.threshold).sum())}" for state, rows in found.items())
-    words = f"Experts of {experts} in layer {layer} with more than {p.threshold} rows, by requests x tokens of each: {over}."
+    words = (
+        f"Experts of {experts} in layer {layer} with more than {p.threshold} rows, by requests x tokens of "
+        f"each: {over}."
+    )
     states = pd.concat([rows.assign(state=state) for state, rows in found.items()], ignore_index=True)
     count = f"{len(routing.prompt)} rows of {len(set(routing.prompt.tolist()))} prompts"
     return present(live, plots.expert_rows(states, p.threshold), name, words, tier, count)

@@ -14,6 +14,7 @@ from ...schedules import BATCH_WIDE, make_plan
 from ..plots import explorers as plots
 from .explorer import Explorer, canvas, choice, present
 
+
 def additions(tree: Tree | Nested) -> dict[tuple[int, ...], tuple[int, list[int], list[float]]]:
     """Every addition of a tree by what it adds: the sets of terms of its operands, as bit masks in order.
 
@@ -51,9 +52,15 @@ def words(first: str, a: Tree | Nested, second: str, b: Tree | Nested) -> str:
     shared = len(mine.keys() & theirs.keys())
     deep = [max((height for height, _, _ in one.values()), default=0) for one in (mine, theirs)]
     if mine.keys() == theirs.keys():
-        return f"{first} and {second} make the same {len(mine)} additions: the same bits for the same terms. Depth {deep[0]}."
-    return (f"{first} makes {len(mine)} additions, {deep[0]} deep; {second} {len(theirs)}, {deep[1]} deep. {shared} are the same; "
-            f"the others, dashed, add other partial sums, so bits may differ.")
+        return (
+            f"{first} and {second} make the same {len(mine)} additions: the same bits for the same terms. Depth "
+            f"{deep[0]}."
+        )
+    return (
+        f"{first} makes {len(mine)} additions, {deep[0]} deep; {second} {len(theirs)}, {deep[1]} deep. {shared} are "
+        f"the same; "
+        f"the others, dashed, add other partial sums, so bits may differ."
+    )
 
 
 class TreeExplorer(Explorer):
@@ -67,7 +74,7 @@ class TreeExplorer(Explorer):
 
     def draw(self, first: str, second: str) -> tuple[Figure, str]:
         fig = canvas(9.4, 3.3)
-        fig.subplots_adjust(left=0.055, right=0.985, top=0.9, bottom=0.16, wspace=0.13)
+        fig.subplots_adjust(left=0.075, right=0.985, top=0.9, bottom=0.16, wspace=0.13)
         for ax, one, other in zip(fig.subplots(1, 2), (first, second), (second, first)):
             lines = lines_of(self._trees[one], self._trees[other])
             plots.tree_on(ax, lines, int(lines.leaves.iloc[0]) if len(lines) else 1)
@@ -77,7 +84,13 @@ class TreeExplorer(Explorer):
         return fig, words(first, self._trees[first], second, self._trees[second])
 
 
-def tree_explorer(trees: Mapping[str, Tree | Nested], tier: str, n: int | str, pairs: list[tuple[str, str]] | None = None, name: str = "tree-explorer") -> str:
+def tree_explorer(
+    trees: Mapping[str, Tree | Nested],
+    tier: str,
+    n: int | str,
+    pairs: list[tuple[str, str]] | None = None,
+    name: str = "tree-explorer",
+) -> str:
     """Display the explorer; returns a sentence on what its twin shows.
 
     trees: two or more by name, of the same terms. pairs: those that the static twin shows; the first pair is where the
