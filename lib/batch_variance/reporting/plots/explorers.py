@@ -200,6 +200,6 @@ def tree_pairs(lines: pd.DataFrame) -> Figure:
             one = part[part.tree == tree]
             tree_on(ax, one, int(one.leaves.iloc[0]))
             ax.set_title(tree, fontsize=9)
-    fig.supxlabel("term of the sum", fontsize=10)
+    fig.supxlabel("terms, in the order that each tree takes them", fontsize=10)
     fig.supylabel("additions above it", fontsize=10)
     return fig

@@ -18,12 +18,13 @@ from .explorer import Explorer, canvas, choice, present
 def additions(tree: Tree | Nested) -> dict[tuple[int, ...], tuple[int, list[int], list[float]]]:
     """Every addition of a tree by what it adds: the sets of terms of its operands, as bit masks in order.
 
-    Maps to (height above the terms, operands' heights, operands' places on the axis of terms). Raises BadInput for
+    Maps to (height above the terms, operands' heights, operands' places among the terms in the tree's order). Raises BadInput for
     nested tuples that are no tree.
     """
     tree = tree if isinstance(tree, Tree) else Tree.of(tree)
     masks = [1 << term for term in range(tree.leaves)]
-    heights, places = [0] * tree.leaves, [float(term) for term in range(tree.leaves)]
+    turn = {int(term): place for place, term in enumerate(tree.leaf_order())}
+    heights, places = [0] * tree.leaves, [float(turn[term]) for term in range(tree.leaves)]
     found = {}
     for parts in tree.nodes:
         below, at = [heights[part] for part in parts], [places[part] for part in parts]
@@ -79,7 +80,7 @@ class TreeExplorer(Explorer):
             lines = lines_of(self._trees[one], self._trees[other])
             plots.tree_on(ax, lines, int(lines.leaves.iloc[0]) if len(lines) else 1)
             ax.set_title(one, fontsize=10, y=1.0)
-            ax.set_xlabel("term of the sum")
+            ax.set_xlabel("terms, in the order this tree takes them")
         fig.axes[0].set_ylabel("additions above it")
         return fig, words(first, self._trees[first], second, self._trees[second])
 
