@@ -15,7 +15,7 @@ import multiprocessing
 import os
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Callable, Self
 
@@ -107,7 +107,13 @@ class Cell:
             for i, (start, stop) in enumerate(zip(edges, edges[1:]))
         ]
 
+    @property
+    def alone(self) -> Settings:
+        """What its prompts alone are served with: planted noise comes with company only."""
+        return replace(self.settings, planted=0.0)
+
     def columns(self) -> dict:
+        """Its values of CELL_COLUMNS."""
         return setting_columns(self.settings) | {"max_tokens": self.tokens, "concurrency": self.concurrency, "seed": self.seed}
 
 
@@ -124,7 +130,7 @@ class Served:
     first_divergence from the prompt alone under the same settings (-1: none), changed, compared (tokens before the
     divergence), margins_moved (how many of these have other bits in their margin), largest_move (of a margin),
     exact_ties (margins of zero), co_resident_rows (mean over the request's steps) and most_rows.
-    solo, a row a (settings, prompt): SETTING_COLUMNS, max_tokens, prompt, text, margins.
+    solo, a row a (settings, prompt), planted noise being 0: SETTING_COLUMNS, max_tokens, prompt, text, margins.
     choices, a row a (cell, mechanism, choice) and for prompts alone under concurrency 0: how often steps that carried
     decode rows chose it.
     steps, a row a cell and for prompts alone under concurrency 0: steps of its engines.
@@ -188,7 +194,7 @@ def occurred(choices: pd.DataFrame, mechanism: str) -> bool:
 def _tasks(subject: Subject, cells: list[Cell]) -> list[tuple]:
     """Longest first, so that no worker is left with a long one at the end."""
     shards = [(cell, index) for cell in cells for index in range(len(cell.shards()))]
-    alone = [(settings, tokens, prompts) for settings, tokens in dict.fromkeys((cell.settings, cell.tokens) for cell in cells)
+    alone = [(settings, tokens, prompts) for settings, tokens in dict.fromkeys((cell.alone, cell.tokens) for cell in cells)
              for prompts in _solo_prompts(subject)]
     steps = {task: len(task[2]) * task[1] for task in alone}
     steps |= {task: load.requests * load.max_tokens / load.concurrency for task in shards for load in [task[0].shards()[task[1]][1]]}
@@ -267,7 +273,7 @@ def _start(counter) -> None:
 def _parts(subject: Subject, cell: Cell) -> tuple[list[tuple], list[tuple]]:
     """The tasks that serve a cell, and those that serve its prompts alone."""
     return ([(cell, i) for i in range(len(cell.shards()))],
-            [(cell.settings, cell.tokens, prompts) for prompts in _solo_prompts(subject)])
+            [(cell.alone, cell.tokens, prompts) for prompts in _solo_prompts(subject)])
 
 
 def _solo_prompts(subject: Subject) -> list[tuple[int, ...]]:
@@ -277,7 +283,7 @@ def _solo_prompts(subject: Subject) -> list[tuple[int, ...]]:
 
 def _tell(subject: Subject, cells: list[Cell], found: dict, last: tuple, done: Callable) -> None:
     """Report the cells that the last task completed."""
-    for cell in [cell for cell in cells if last[0] in (cell, cell.settings)]:
+    for cell in [cell for cell in cells if last[0] in (cell, cell.alone)]:
         shards, alone = _parts(subject, cell)
         if last in shards + alone and all(task in found for task in shards + alone):
             done(cell, _requests(subject, cell, found))
@@ -301,7 +307,7 @@ def _compared(row: dict, alone: dict) -> dict:
 
 def _tables(subject: Subject, cells: list[Cell], found: dict) -> Served:
     solo, choices, steps = [], [], []
-    for settings, tokens in dict.fromkeys((cell.settings, cell.tokens) for cell in cells):
+    for settings, tokens in dict.fromkeys((cell.alone, cell.tokens) for cell in cells):
         tasks = [(settings, tokens, prompts) for prompts in _solo_prompts(subject)]
         named = setting_columns(settings) | {"max_tokens": tokens}
         solo += [named | {name: row[name] for name in ("prompt", "text", "margins")} for task in tasks for row in found[task][0]]
