@@ -1,5 +1,7 @@
 """Notebook 03's study: forced texts, spans and margins by hand, and its tables, verdicts and figures on a tiny model."""
 
+import ast
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -7,13 +9,23 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import matplotlib.pyplot as plt  # noqa: E402
+import nbformat  # noqa: E402
 import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from batch_variance.common import BadInput  # noqa: E402
+from batch_variance.common.data import repository  # noqa: E402
 from batch_variance.engine import EngineConfig, Load, Mechanisms, Settings, build, load_weights, serve  # noqa: E402
 from batch_variance.kernels.sets import kernel_set  # noqa: E402
+from batch_variance.reporting.checks import judge  # noqa: E402
+from batch_variance.reporting.drawings import source_of  # noqa: E402
+from batch_variance.reporting.parameters import read_defaults, read_settings  # noqa: E402
+from batch_variance.reporting.plots import concurrency as plots  # noqa: E402
+from batch_variance.studies import concurrency as study  # noqa: E402
+from batch_variance.studies import concurrency_findings as findings  # noqa: E402
 from batch_variance.studies import forcing, spans  # noqa: E402
 
 TOKENS = 6
@@ -184,3 +196,192 @@ def test_the_trend_test_sees_a_rise_and_not_a_fall():
     assert up["p"] < 0.01 and up["correlation"] > 0.2 and up["lowest"] < up["highest"]
     assert spans.trend(drawn({2: 0.5, 64: 0.1}), draws=300)["p"] > 0.9
     assert np.isnan(spans.trend(drawn({1: 0, 8: 0.3}))["p"]) and np.isnan(spans.trend(drawn({2: 0, 8: 0}))["p"])
+
+
+# --- The study on a tiny model ---
+
+NOTEBOOK = "03_concurrency"
+TEXTS = ["Why?", "What is a batch of rows?", "Name three colours, please.", "x"]
+
+
+@pytest.fixture(scope="module")
+def values(tiny_folder, tmp_path_factory):
+    """Parameters that fit the tiny model, with experts so that every mechanism can act."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
+    prompts.write_text(json.dumps(TEXTS))
+    return dict(
+        model=str(tiny_folder), ffn="moe", experts=6, top_k=4, expert_split="contiguous", mechanisms=["all"], threshold=4, storage="bfloat16", logits="float32",
+        concurrencies=[1, 4, 8], requests=16, alone_requests=4, forced_requests=32, twin_concurrencies=[8], parity_concurrency=8, tokens=8, stop_width=0.0, prompts=str(prompts),
+        prompt_count=4, seed=0, device="cpu", processes=2, record="",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def setup(values):
+    return study.prepare(study.Parameters.checked(values))
+
+
+@pytest.fixture(scope="module")
+def results(setup):
+    return study.Results(study.serve_free(setup), study.serve_forced(setup))
+
+
+@pytest.fixture(scope="module")
+def tables(setup, results):
+    return study.tables(setup, results)
+
+
+def test_parameters_are_the_notebook_s_and_its_values_are_good():
+    folder = repository() / "notebooks"
+    notebook = nbformat.read(folder / f"{NOTEBOOK}.ipynb", 4)
+    cell = next(c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
+    assert [line.targets[0].id for line in ast.parse(cell.source).body] == list(study.Parameters.model_fields)
+    assert all("  # " in line for line in cell.source.splitlines())
+    assert all(not c.get("outputs") and len(c.source.splitlines()) <= 15 for c in notebook.cells if c is not cell and c.cell_type == "code")
+    defaults = read_defaults(folder / f"{NOTEBOOK}.ipynb")
+    full = study.Parameters.checked(defaults)
+    assert full.requests >= 1000 and full.concurrencies == [1, 2, 4, 8, 16, 32, 64] and full.settings.mechanisms == Mechanisms.all()
+    quick = study.Parameters.checked(defaults | read_settings(folder).get(NOTEBOOK, {}).get("quick", {}))
+    assert quick.requests <= full.requests
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(concurrencies=[1, 0]), "concurrencies = [1, 0]: give different whole numbers from 1"),
+        (dict(concurrencies=[4, 8]), "give different whole numbers from 1"),
+        (dict(concurrencies=[1]), "at least one above it"),
+        (dict(mechanisms=[]), "name at least one mechanism"),
+        (dict(mechanisms=["split_k", "split_k"]), "each once"),
+        (dict(mechanisms=["luck"]), "mechanism 'luck' is unknown"),
+        (dict(storage="float16"), "storage = 'float16' cannot be used"),
+        (dict(requests=0), "requests = 0 cannot be used"),
+        (dict(tokens=1), "tokens = 1 cannot be used"),
+        (dict(parity_concurrency=4), "is not among twin_concurrencies = [8]"),
+        (dict(twin_concurrencies=[8, 16]), "name some of [4, 8]"),
+        (dict(twin_concurrencies=[8, 8]), "each once"),
+        (dict(stop_width=1.5), "stop_width = 1.5: stop_width = 1.5 cannot be used"),
+        (dict(prompt_count=1), "give at least two"),
+        (dict(prompt_count=10**6), "is out of range"),
+        (dict(prompts="nowhere.json"), "there is no file nowhere.json"),
+        (dict(threshold=-1), "threshold = -1 cannot be used"),
+        (dict(top_k=7), "top_k = 7 does not fit 6 experts"),
+        (dict(device="tpu"), "device 'tpu' is unknown"),
+        (dict(rows=3), "rows = 3 cannot be used"),
+    ],
+)
+def test_a_bad_parameter_is_one_sentence(values, change, words):
+    with pytest.raises(BadInput) as caught:
+        study.Parameters.checked(values | change)
+    assert words in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_every_cell_is_served_whole(results, setup):
+    free = results.requests
+    sizes = free.groupby(["concurrency", "run"]).size()
+    assert {key: int(size) for key, size in sizes.items()} == {(1, "A"): 4, (1, "B"): 4, (4, "A"): 16, (4, "B"): 16, (8, "A"): 16, (8, "B"): 16, (8, "C"): 16, (8, "twin"): 16}
+    assert (free.text.str.split().str.len() == 8).all() and (free.margins.str.split().str.len() == 8).all()
+    assert (free.first_divergence[free.concurrency == 1] == -1).all()
+    assert (free[free.run != "twin"].first_divergence >= 0).any() and (free[free.run == "twin"].first_divergence == -1).all()
+    forced = results.forced.positions
+    assert forced.groupby("concurrency").request.nunique().to_dict() == {1: 4, 4: 32, 8: 32} and len(forced) == 68 * 8
+    assert not forced.duplicated(["concurrency", "request", "position"]).any()
+
+
+def test_alone_is_the_same_text_however_it_is_served(results, setup):
+    mine = results.requests[results.requests.run == "A"].drop_duplicates("prompt").set_index("prompt").alone
+    assert {prompt: [int(t) for t in text.split()] for prompt, text in mine.items()} == setup.solo.texts
+
+
+def test_first_divergence_is_where_the_margins_stop_being_comparable(results, setup):
+    places = spans.at_divergence(results.requests[results.requests.run.isin(["A", "B"])], setup.solo.margins())
+    assert len(places) == (results.requests[results.requests.run.isin(["A", "B"])].first_divergence >= 0).sum() > 0
+    assert (places.solo_margin >= 0).all() and (places.margin >= 0).all()
+
+
+def test_forced_runs_move_bits_in_batches_only(results):
+    forced = results.forced.positions
+    assert forced[forced.concurrency == 1].flipped.sum() == 0
+    assert forced[forced.concurrency > 1].logits_other_bits.max() > 0
+
+
+def test_tables_count_what_was_served(tables, results):
+    outputs = tables["outputs"].set_index(["concurrency", "run"])
+    part = results.requests[(results.requests.concurrency == 8) & (results.requests.run == "A")]
+    assert outputs.loc[(8, "A"), "differ from alone"] == (part.text != part.alone).sum()
+    assert outputs.loc[(8, "A"), "most variants"] == part.groupby("prompt").text.nunique().max()
+    assert (outputs.low <= outputs["differ from alone"] / outputs.requests).all() and (outputs["worth independent"] <= outputs.requests).all()
+    pairs = tables["pairs"].set_index("concurrency")
+    both = results.requests[results.requests.concurrency == 8].pivot(index="request", columns="run", values="text")
+    assert pairs.loc[8, "differ between A and B"] == (both.A != both.B).sum() and pairs.loc[1, "exact match"] == 1
+    shares = tables["ulp_shares"]
+    assert shares[(shares.concurrency == 1)].further.max() == 0 and shares[shares.concurrency == 8].further.max() > 0
+    assert set(study.TABLES) == set(tables)
+
+
+def test_verdicts_pass_their_shape_and_can_fail(tables):
+    found = {v["id"]: judge(tier="emulated", **v) for v in findings.verdicts(tables)}
+    assert {name: found[name].verdict for name in ("03.texts-depend", "03.twin-invariant")} == {"03.texts-depend": "pass", "03.twin-invariant": "pass"}
+    broken = dict(tables, outputs=tables["outputs"].assign(**{"differ from alone": 1}))
+    again = {v["id"]: judge(tier="emulated", **v) for v in findings.verdicts(broken)}
+    assert again["03.twin-invariant"].verdict == "fail" and again["03.texts-depend"].verdict == "inconclusive"
+    quiet = dict(tables, outputs=tables["outputs"].assign(**{"differ from alone": 0}))
+    assert {v["id"]: judge(tier="emulated", **v).verdict for v in findings.text_verdicts(quiet)} == {"03.texts-depend": "fail", "03.twin-invariant": "inconclusive"}
+    shrunk = dict(tables, ratios=tables["ratios"].assign(ratio=lambda f: f.ratio.where(f.concurrency == 1, 0.4), low=0.3, high=0.5))
+    verdict = findings.margin_verdicts(shrunk)[0]
+    assert verdict["holds"] is False and verdict["value"] == 0.4
+
+
+def test_sentences_carry_the_tables_numbers(tables):
+    changed = tables["outputs"][(tables["outputs"].concurrency > 1) & tables["outputs"].run.isin(["A", "B"])]
+    assert f"in all {int(changed['differ from alone'].sum())} of {int(changed.requests.sum())}" in findings.outputs_sentence(tables)
+    assert f"same text for {1 - tables['pairs'].set_index('concurrency').loc[4, 'differ between A and B'] / 16:.1%} at 4" in findings.pairs_sentence(tables)
+    for say in findings.SENTENCES:
+        text = say(tables)
+        assert text.endswith(".") and "nan" not in text.replace("nance", ""), text
+
+
+def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
+    pair = study.closer_look(setup)
+    assert pair is not None and not pair.tokens.same[pair.split] and pair.tokens.same[: pair.split].all()
+    alone = pair.candidates[pair.candidates.served == "alone"]
+    assert alone.logit.iloc[0] >= alone.logit.iloc[1] and alone.chosen.tolist() == [True, False]
+    assert "outline" in plots.texts_html(pair.tokens, "<b>", pair.split) and "&lt;b&gt;" in plots.texts_html(pair.tokens, "<b>", pair.split)
+    assert f"At token {pair.split}" in findings.pair_sentence(pair) and "no pair to show" in findings.pair_sentence(None)
+    assert len(pair.around(1, 1)) <= 3
+
+
+def test_stopping_early_serves_fewer_and_says_so(values):
+    wide = study.prepare(study.Parameters.checked(values | dict(stop_width=0.6, requests=400, tokens=2)))
+    served = study.serve_free(wide)
+    sizes = served[served.concurrency > 1].groupby(["concurrency", "run"]).size()
+    assert (sizes < 400).all() and (sizes % 4 == 0).all() and not served.duplicated(["concurrency", "run", "request"]).any()
+    assert "0.6 wide" in findings.power_sentence(wide.p)
+
+
+def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path, monkeypatch):
+    monkeypatch.setattr("batch_variance.studies.recordings.data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    assert study.save(setup, tables) == [] and study.recorded("moe") is None
+    stored = replace(setup, p=setup.p.model_copy(update={"record": str(tmp_path)}))
+    assert len(study.save(stored, tables)) == len(study.TABLES)
+    found = study.recorded("moe")
+    assert findings.recorded_paragraph(found) == "\n\n".join(say(tables) for say in findings.SENTENCES)
+    ours, theirs = findings.verdicts(tables), findings.verdicts(found)
+    assert [(v["id"], v["holds"], v["occurred"]) for v in ours] == [(v["id"], v["holds"], v["occurred"]) for v in theirs]
+    assert list(study.unstamped(found["outputs"]).columns) == list(tables["outputs"].columns)
+    assert "1 run" not in findings.recorded_sentence({}) and "experts" in findings.recorded_sentence({"moe": found})
+    assert findings.conclusion(setup, tables, {"moe": found}).count("recorded-gpu") == 1
+
+
+def test_every_figure_draws_live_and_recorded_alike(tables, setup):
+    pair = study.closer_look(setup)
+    figures = [
+        plots.outputs(tables["outputs"], tables["pairs"], "label"), plots.ulp_distribution(tables["ulp_shares"]), plots.margins(tables["margin_curves"], tables["ratios"]),
+        plots.survival(tables["survival"], tables["second_span"]), plots.predicted_and_observed(tables["levels"]), plots.calibration(tables["calibration"]),
+        plots.parity(tables["parity"][tables["parity"].over == "requests"]), plots.candidates(pair.candidates),
+        plots.survival(tables["survival"], tables["second_span"].head(0)), plots.ulp_distribution(tables["ulp_shares"].assign(further=0.0)),
+    ]
+    for fig in figures:
+        fig.draw_without_rendering()
+        assert all(ax.get_xlabel() or ax.get_title(loc="left") for ax in fig.axes if ax.get_visible()) and source_of(fig) is not None
+        plt.close(fig)

@@ -42,6 +42,7 @@ class Parameters(StudyParameters):
     requests: int = Field(ge=1)
     alone_requests: int = Field(ge=1)
     forced_requests: int = Field(ge=1)
+    twin_concurrencies: list[int]
     parity_concurrency: int = Field(ge=2)
     tokens: int = Field(ge=2)
     stop_width: float
@@ -98,8 +99,11 @@ class Parameters(StudyParameters):
     def _fit(self) -> Self:
         if self.ffn == "moe" and self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
-        if self.parity_concurrency not in self.concurrencies:
-            raise ValueError(f"parity_concurrency = {self.parity_concurrency} is not among the concurrencies {self.concurrencies}: name one of them.")
+        above = [level for level in self.concurrencies if level > 1]
+        if self.parity_concurrency not in self.twin_concurrencies:
+            raise ValueError(f"parity_concurrency = {self.parity_concurrency} is not among twin_concurrencies = {self.twin_concurrencies}: name one of them.")
+        if not set(self.twin_concurrencies) <= set(above) or len(set(self.twin_concurrencies)) < len(self.twin_concurrencies):
+            raise ValueError(f"twin_concurrencies = {self.twin_concurrencies}: name some of {above}, each once.")
         return self
 
     @property
@@ -154,8 +158,8 @@ class Results:
 
 
 def serve_free(setup: Setup) -> pd.DataFrame:
-    """`Results.requests`. run is A or B at every concurrency; C (a third of the same) and twin (every mechanism off) at
-    ``parity_concurrency``. Runs of a concurrency differ in the seed of their arrival jitter only. ``alone`` is the text of
+    """`Results.requests`. run is A or B at every concurrency; C (a third of the same) at ``parity_concurrency``, and twin
+    (every mechanism off) at ``twin_concurrencies``. Runs of a concurrency differ in the seed of their arrival jitter only. ``alone`` is the text of
     the prompt served alone under the same settings. With a ``stop_width`` a concurrency stops early by `power.StoppingRule`,
     once each of its runs may.
     """
@@ -174,7 +178,7 @@ def serve_free(setup: Setup) -> pd.DataFrame:
 
 
 def _runs(p: Parameters, level: int) -> tuple[str, ...]:
-    return ("A", "B", "C", "twin") if level == p.parity_concurrency else ("A", "B")
+    return ("A", "B", *(["C"] if level == p.parity_concurrency else []), *(["twin"] if level in p.twin_concurrencies else []))
 
 
 def _cycles(setup: Setup, requests: int) -> int:
@@ -461,12 +465,24 @@ class Pair:
     tokens: pd.DataFrame
     candidates: pd.DataFrame
 
+    def around(self, before: int = 4, after: int = 4) -> pd.DataFrame:
+        """The tokens around the split; margins in the batch only while the context is the same."""
+        shown = self.tokens[self.tokens["index"].between(self.split - before, self.split + after)]
+        known = shown["margin in the batch"].where(shown["same context"])
+        return shown.assign(**{"margin in the batch": known}).drop(columns="same context").reset_index(drop=True)
+
+    @property
+    def agree_after(self) -> float:
+        """Share of the tokens after the first that differs which agree; 0 where there are none."""
+        after = self.tokens[self.tokens["index"] > self.split].same
+        return float(after.mean()) if len(after) else 0.0
+
 
 def closer_look(setup: Setup) -> Pair | None:
     """Serve ``parity_concurrency`` once more, freely, and take a request that parts from the text alone about in the middle of
     all that do; None where none does."""
     p = setup.p
-    load = Load(p.parity_concurrency, _cycles(setup, p.parity_concurrency), p.tokens, seed=p.seed)
+    load = Load(p.parity_concurrency, _cycles(setup, max(p.forced_requests, p.parity_concurrency)), p.tokens, seed=p.seed)
     model, config = _engine(setup.loaded, p.settings, load)
     with _workers(setup.subject, 1, 1):  # its thread count, so that bits are those of the other runs
         seen = forcing.measure(model, _asked(setup.subject), setup.solo, load, config, {}, forced=False).positions
@@ -503,7 +519,7 @@ def _candidates(setup: Setup, part: pd.DataFrame, prompt: int, split: int) -> pd
 RECORDED = "concurrency"
 TABLES = ("outputs", "pairs", "ulp", "ulp_shares", "ratios", "divergences", "margin_curves", "survival", "spans", "second_span", "levels",
           "calibration", "errors", "noise", "failures", "parity", "facts")
-_STAMP = ("ffn", "model", "label", "storage_dtype", "logits_dtype", "tokens_each", "threshold")
+_STAMP = ("ffn", "subject", "label", "storage_dtype", "logits_dtype", "tokens_each", "threshold")
 
 
 def save(setup: Setup, found: Tables) -> list[Path]:

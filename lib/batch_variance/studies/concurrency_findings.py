@@ -8,8 +8,9 @@ import math
 import pandas as pd
 
 from ..common import Rate
-from .concurrency import Setup, Tables
+from .concurrency import Pair, Parameters, Setup, Tables
 from .parity import GAP, MISMATCH, NOISE, SHARE
+from .power import StoppingRule, smallest_rate_seen
 
 SHRINKS = 0.1  # a median margin moved by less than this share is called unmoved
 _NEIGHBOURS, _SHARED = "neighbours' correlation", "shared by a prompt's requests"
@@ -54,6 +55,12 @@ def _alone_twice(tables: Tables) -> Rate:
     return Rate(int(part["differ between A and B"].sum()), int(part.requests.sum()))
 
 
+def power_sentence(p: Parameters) -> str:
+    """What this run's number of requests can see, and whether it may stop early."""
+    return (f"{p.requests:,} requests show a rate of {smallest_rate_seen(p.requests):.2%} or more at least once with probability 0.95, "
+            f"if they are independent. {StoppingRule(p.stop_width).words}")
+
+
 # --- Texts ---
 
 
@@ -80,14 +87,14 @@ def trend_sentence(tables: Tables) -> str:
             "A mechanism that acts as soon as two requests share a step need not act more often with more of them.")
 
 
-def text_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
+def text_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
     changed, twin, alone = _changed(tables), _twin(tables), _alone_twice(tables)
     rows = tables["outputs"].groupby("concurrency")["co-resident rows"].mean()
     shared = bool(rows[rows.index > 1].min() > rows.loc[1])
     return [
-        {"id": f"{prefix}.texts-depend", "claim": "With the mechanisms on, some request's text depends on its batch", "holds": changed.events > 0, "value": changed.events, "expected": "> 0",
+        {"id": f"{prefix}texts-depend", "claim": "With the mechanisms on, some request's text depends on its batch", "holds": changed.events > 0, "value": changed.events, "expected": "> 0",
          "n": changed.trials, "interval": changed.interval, "negative_control": alone.events == 0 and twin.events == 0, "positive_control": _fact(tables, "positions moved") > 0, "occurred": shared},
-        {"id": f"{prefix}.twin-invariant", "claim": "With every mechanism off, no request's text depends on its batch", "holds": twin.events == 0, "value": twin.events, "expected": 0,
+        {"id": f"{prefix}twin-invariant", "claim": "With every mechanism off, no request's text depends on its batch", "holds": twin.events == 0, "value": twin.events, "expected": 0,
          "n": twin.trials, "interval": twin.interval, "negative_control": alone.events == 0, "positive_control": changed.events > 0, "occurred": shared},
     ]
 
@@ -128,17 +135,17 @@ def _collapse(tables: Tables) -> str:
             "where margins are small already.")
 
 
-def margin_verdicts(tables: Tables, prefix: str = "03") -> list[dict]:
+def margin_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
     ratios, alone = _batched(tables["ratios"]), tables["ratios"][tables["ratios"].concurrency == 1].iloc[0]
     far = ratios.loc[(ratios.ratio - 1).abs().idxmax()]
     moved = bool((ratios["margins that moved"] > 0).any())
     places = int(_fact(tables, "places"))
     there = _fact(tables, "median_there") / _fact(tables, "median_everywhere") if places else math.nan
     return [
-        {"id": f"{prefix}.margins-unmoved", "claim": f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}",
+        {"id": f"{prefix}margins-unmoved", "claim": f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}",
          "holds": bool((ratios.ratio - 1).abs().max() <= SHRINKS), "value": round(float(far.ratio), 4), "expected": f"{1 - SHRINKS} to {1 + SHRINKS}", "n": int(ratios.positions.sum()),
          "interval": (far.low, far.high), "negative_control": bool(alone.ratio == 1 and alone["margins that moved"] == 0), "positive_control": there < 1 - SHRINKS, "occurred": moved},
-        {"id": f"{prefix}.near-ties", "claim": "Texts part where the prompt alone is near a tie", "holds": _fact(tables, "p") < 0.01, "value": _fact(tables, "mean_rank"), "expected": "below chance, p < 0.01",
+        {"id": f"{prefix}near-ties", "claim": "Texts part where the prompt alone is near a tie", "holds": _fact(tables, "p") < 0.01, "value": _fact(tables, "mean_rank"), "expected": "below chance, p < 0.01",
          "n": f"{places} places", "negative_control": _fact(tables, "p of random places") >= 0.01, "positive_control": _fact(tables, "p of smallest margins") < 0.01, "occurred": places >= SMALLEST},
     ]
 
@@ -160,6 +167,15 @@ def spans_sentence(tables: Tables) -> str:
     return f"{half[0].upper()}{half[1:]}. Do texts meet again? {again[0].upper()}{again[1:]}; after a divergence {(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
 
 
+def pair_sentence(pair: Pair | None) -> str:
+    if pair is None:
+        return "No request of this run parts from its prompt's text alone, so there is no pair to show."
+    gap = pair.candidates.groupby("served", sort=False).logit.agg(lambda v: float(v.iloc[0] - v.iloc[1]))
+    rows = pair.candidates[pair.candidates.served == "alone"].token.tolist()
+    return (f"At token {pair.split} the text alone says {rows[0]!r}, and {rows[1]!r} comes second by {gap['alone']:.3g}; among {pair.concurrency} requests the difference "
+            f"of the same two logits is {gap['in the batch']:.3g}. From there on the texts share {pair.agree_after:.0%} of their tokens.")
+
+
 # --- Prediction ---
 
 
@@ -167,6 +183,16 @@ def prediction_sentence(tables: Tables) -> str:
     errors = tables["errors"].set_index("model")
     said = "; ".join(f"{name}: off by {row.mean_absolute:.1%} in the mean (bias {row.bias:+.1%}), Brier score {row.brier:.3f}" for name, row in errors.iterrows())
     return f"{said}. Each concurrency's own observed share, told to every prompt alike, scores {errors.reference.iloc[0]:.3f}."
+
+
+def calibration_sentence(tables: Tables) -> str:
+    """How far the bins of the independent model lie from the diagonal."""
+    bins = tables["calibration"]
+    part = bins[bins.model == "independent"]
+    off = float(((part.predicted - part.observed).abs() * part.requests).sum() / part.requests.sum())
+    top = part.iloc[-1]
+    return (f"Calibration of the independent model: a bin's prediction is {off:.1%} off its observation, averaged over requests; where it predicts most, "
+            f"{top.predicted:.0%}, {top.observed:.0%} of {top.requests:,} requests diverged.")
 
 
 def failure_sentence(tables: Tables) -> str:
@@ -184,11 +210,11 @@ def failure_sentence(tables: Tables) -> str:
         f"{first.concurrency:.0f}: predicted {first.predicted:.0%}, observed {first.observed:.0%}.")
 
 
-def prediction_verdict(tables: Tables, prefix: str = "03") -> dict:
+def prediction_verdict(tables: Tables, prefix: str = "03.") -> dict:
     errors = tables["errors"].set_index("model")
     best = errors.loc["independent"]
     return {
-        "id": f"{prefix}.prediction", "claim": "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, and which prompts better than misplaced margins do",
+        "id": f"{prefix}prediction", "claim": "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, and which prompts better than misplaced margins do",
         "holds": bool(best.mean_absolute <= 0.1 and best.brier < errors.loc["margins misplaced", "brier"]), "value": round(float(best.mean_absolute), 4), "expected": "<= 0.1", "n": int(_fact(tables, "requests predicted")),
         "negative_control": _fact(tables, "predicted alone") == 0 and _fact(tables, "observed alone") == 0,
         "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0), "occurred": _changed(tables).events >= SMALLEST,
@@ -214,10 +240,52 @@ def parity_sentence(tables: Tables) -> str:
     return f"{'. '.join(said)}. Alone, {_fact(tables, 'solo gap'):.0f} of {_fact(tables, 'prompts'):.0f} prompts' texts differ between the engine and its twin."
 
 
-def parity_verdict(tables: Tables, prefix: str = "03") -> dict:
+def parity_verdict(tables: Tables, prefix: str = "03.") -> dict:
     gap, noise = _parity(tables, "Y is X again", GAP), _parity(tables, "Y is X again", NOISE)
     return {
-        "id": f"{prefix}.parity-null", "claim": "An engine compared with itself under load shows no parity gap beyond its batch noise", "holds": gap.low <= 0.01, "value": round(float(gap.value), 4),
+        "id": f"{prefix}parity-null", "claim": "An engine compared with itself under load shows no parity gap beyond its batch noise", "holds": gap.low <= 0.01, "value": round(float(gap.value), 4),
         "expected": "interval reaches 0.01 or less", "n": int(_fact(tables, "requests compared")), "interval": (gap.low, gap.high), "negative_control": _alone_twice(tables).events == 0,
         "positive_control": _fact(tables, "planted gap, low") > 0.01, "occurred": noise.value > 0,
     }
+
+
+def compared(tables: Tables) -> float:
+    """Requests that the parity comparison of the engine with itself rests on."""
+    return _fact(tables, "requests compared")
+
+
+# --- Recorded on a GPU, and all of it ---
+
+
+def verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
+    """Every verdict of the notebook."""
+    return [*text_verdicts(tables, prefix), *margin_verdicts(tables, prefix), prediction_verdict(tables, prefix), parity_verdict(tables, prefix)]
+
+
+def recorded_sentence(found: dict[str, Tables]) -> str:
+    """Which GPU runs are shown, or that none is."""
+    if not found:
+        return "No GPU run of this study is recorded: run it with `--device cuda -p record=data/recorded` to add one."
+    return "Recorded: " + "; ".join(f"{kind} ({tables['outputs'].label.iloc[0]}, {tables['outputs'].tokens_each.iloc[0]} tokens)" for kind, tables in found.items()) + "."
+
+
+SENTENCES = (outputs_sentence, pairs_sentence, trend_sentence, ulp_sentence, margins_sentence, spans_sentence, prediction_sentence,
+             calibration_sentence, failure_sentence, parity_sentence)
+
+
+def recorded_paragraph(tables: Tables) -> str:
+    """All that a recorded run says, in sentences."""
+    return "\n\n".join(say(tables) for say in SENTENCES)
+
+
+def conclusion(setup: Setup, tables: Tables, recorded: dict[str, Tables]) -> str:
+    """The answers, from this run's numbers and the recorded ones."""
+    lines = []
+    for tier, label, found in [(setup.tier, setup.label, tables)] + [("recorded-gpu", t["outputs"].label.iloc[0], t) for t in recorded.values()]:
+        errors, noise = found["errors"].set_index("model"), _batched(found["noise"])
+        null = _parity(found, "Y is X again", NOISE)
+        lines.append(
+            f"- **{label}** ({tier}): {_changed(found)} requests change text above concurrency 1, {_twin(found)} with every mechanism off. {_collapse(found)} "
+            f"Margins and the others' noise predict the share diverged to {errors.loc['independent', 'mean_absolute']:.1%}; requests of one prompt share up to {noise[_SHARED].max():.0%} of their noise, which no model "
+            f"of independent draws knows. Of an engine's disagreement with itself, {null.value:.1%} of texts, all is batch noise: a benchmark that compares single runs would call it a gap.")
+    return "\n".join(lines)

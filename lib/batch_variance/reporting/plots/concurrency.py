@@ -53,8 +53,8 @@ def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure
     rows.set(title="Co-resident rows", ylabel="rows a step, mean")
     for ax in (texts, rows):
         _by_doubling(ax, table.concurrency.unique())
-    fig.legend(*(a + b for a, b in zip(texts.get_legend_handles_labels(), rows.get_legend_handles_labels())), loc="outside lower center", ncols=4, fontsize=9)
-    fig.suptitle(label, fontsize=10)
+    fig.legend(*(a + b for a, b in zip(texts.get_legend_handles_labels(), rows.get_legend_handles_labels())), loc="outside upper center", ncols=4, fontsize=9,
+               title=label, title_fontsize=10)
     return fig
 
 
@@ -101,8 +101,7 @@ def margins(curves: pd.DataFrame, ratios: pd.DataFrame, label: str = "") -> Figu
     right.set_ylim(min(low, 0.9), max(high, 1.1))
     right.set(ylabel="in the batch over alone", title="Median, same places")
     _by_doubling(right, ratios.concurrency)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
-    fig.suptitle(label, fontsize=10)
+    fig.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9, title=label, title_fontsize=10)
     return fig
 
 
@@ -143,8 +142,7 @@ def candidates(split: pd.DataFrame, label: str = "") -> Figure:
         best = part.loc[part.chosen, "token"]
         ax.annotate(f"says {best.iloc[0]!r}" if len(best) else "says a third token", (1.01, places[name]), xycoords=("axes fraction", "data"), va="center", fontsize=9)
     ax.set(yticks=list(places.values()), yticklabels=list(places), ylim=(len(places) - 0.5, -0.5), xlabel="logit")
-    ax.legend(fontsize=9)
-    fig.suptitle(label, fontsize=10)
+    fig.legend(loc="outside upper center", ncols=2, fontsize=9, title=label, title_fontsize=10)
     return fig
 
 
