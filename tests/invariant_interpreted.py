@@ -10,6 +10,8 @@ import triton.language as tl
 
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import Config
+from batch_variance.kernels.moe import invariant as moe
+from batch_variance.kernels.moe.reference import grouped_float64
 from batch_variance.kernels.norm import rows_triton
 from batch_variance.kernels.nvfp4 import invariant as nvfp4
 from batch_variance.kernels.nvfp4.reference import matmul_float64
@@ -40,7 +42,7 @@ def record(name, found, exact, bound):
 
 
 for dtype in (torch.float16, torch.float32):
-    for m, n, k, count in ((5, 70, 264, 2), (37, 100, 384, 3), (1, 64, 128, 1), (33, 65, 200, 2), (0, 5, 16, 1)):
+    for m, n, k, count in ((5, 70, 264, 2), (37, 100, 384, 3), (1, 64, 128, 1), (33, 65, 200, 2), (20, 65, 192, 1), (0, 5, 16, 1)):
         x, w, b = random(m, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
         exact = x.double() @ w.double().t() + b.double()
         size = x.double().abs() @ w.double().abs().t() + b.double().abs()
@@ -74,6 +76,17 @@ for count, columns in ((3, 40), (2, 1030), (1, 1)):
     y = torch.empty(count)
     rows_triton.sum_rows[(count,)](x, y, columns, float(columns), BLOCK=64)
     record("mean", y, x.double().mean(-1), 1e-6)
+generator = torch.Generator().manual_seed(0)
+for tokens, top_k, count, n, k, segments in ((1, 2, 4, 70, 128, 1), (40, 2, 3, 33, 200, 2), (9, 3, 3, 64, 64, 1), (0, 2, 4, 5, 16, 1)):
+    x, w = random(tokens, k), random(count, n, k, seed=1)
+    experts = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, 2).long()
+    if tokens == 40:
+        experts[:, 0] = 1  # one expert crowded over several blocks, pairs of one token with itself among them
+    for block in (16, 32):
+        found = moe.launch(x, w, experts, block, segments)
+        size = torch.einsum("tk,tjnk->tjn", x.double().abs(), w.double().abs()[experts])
+        record("moe", found, grouped_float64(x, w, experts), k * 2.0**-23 * size)
+
 x = random(3, 40)
 x[0, 30], x[1, 5], x[2] = torch.nan, torch.inf, -torch.inf
 y = torch.empty(3, 40)

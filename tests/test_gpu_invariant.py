@@ -7,6 +7,8 @@ from batch_variance.kernels.classes import SIZES, bit_name, classify
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import Config
 from batch_variance.kernels.gemm.reference import matmul_float64
+from batch_variance.kernels.moe import invariant as moe
+from batch_variance.kernels.moe.reference import grouped_float64
 from batch_variance.kernels.norm import rows
 from batch_variance.kernels.nvfp4 import invariant as nvfp4
 from batch_variance.kernels.nvfp4.reference import matmul_float64 as nvfp4_float64
@@ -18,7 +20,7 @@ from batch_variance.numerics.trees import matmul_tree
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 # (K, N, segments): K a multiple of the segment or not, of 8 or not (then no tensor descriptors), N odd.
-SHAPES = [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1480, 200, 3), (1001, 77, 2), (130, 64, 2), (40, 33, 1)]
+SHAPES = [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1480, 200, 3), (1001, 77, 2), (130, 64, 2), (40, 33, 1), (576, 64, 2)]
 CONFIGS = [
     "parallel 16x64x128 w4 s4 tma swap", "parallel 16x64x128 w4 s4 swap", "parallel 16x32x64 w4 s3", "parallel 64x64x64 w4 s4 tma",
     "parallel 128x128x64 w8 s4 tma", "parallel 64x128x64 w4 s3", "in-turn 128x128x64 w4 s4 tma", "in-turn 128x256x64 w8 s3 tma",
@@ -135,6 +137,35 @@ def test_the_gemms_tree_is_that_of_its_design(count, rows):
     assert (K // 2 in halves) if count == 2 else True
     again = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), 1, N, K, torch.bfloat16, "cuda")
     assert tree == again
+
+
+@pytest.mark.parametrize("K,N,count", [(1024, 512, 2), (200, 77, 1)])
+def test_experts_are_one_class_over_rows_and_blocks_and_the_plain_gemms(K, N, count, monkeypatch):
+    tokens, top_k, experts = 300, 2, 8
+    x, w = random(tokens, K), random(experts, N, K, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]).cuda()
+    chosen[:150, 0], chosen[:150, 1] = 3, 4  # two crowded experts
+    gates = random(tokens, top_k, seed=3)
+    empty = torch.empty
+    poisoned = lambda *a, **kw: empty(*a, **kw).fill_(torch.nan)  # noqa: E731
+    monkeypatch.setattr(torch, "empty", poisoned)
+    whole = {block: moe.grouped_matmul(x, w, chosen, block, count) for block in (16, 32, 64, 128)}
+    assert len({bit_name(y) for y in whole.values()}) == 1
+    y = whole[64]
+    size = torch.einsum("tk,tjnk->tjn", x.double().abs(), w.double().abs()[chosen])
+    exact = grouped_float64(x, w, chosen)
+    assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + K * 2.0**-23 * size).all()
+    plain = invariant.matmul(x, w[3], count=count)
+    assert torch.equal(y[:150, 0].view(torch.int16), plain[:150].view(torch.int16))
+
+    def run(index):
+        pick = index[:, 0].long()
+        found = moe.grouped_matmul(x[pick], w, chosen[pick], count=count)
+        return moe.expert_sum(found, gates[pick], chosen[pick])
+
+    assert differing_rows(run, torch.arange(300.0, device="cuda").unsqueeze(1), (1, 2, 17, 129, 600))[0] == 0
+    assert moe.grouped_matmul(x[:0], w, chosen[:0]).shape == (0, top_k, N)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,8 @@ from batch_variance.common import BadInput
 from batch_variance.kernels import use
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import STEP, Config, configuration, segment_steps, segments
+from batch_variance.kernels.moe import invariant as moe
+from batch_variance.kernels.moe.reference import grouped_float64
 from batch_variance.kernels.norm import rows
 from batch_variance.kernels.tiles import differing_rows
 from batch_variance.kernels.use import InvariantKernels
@@ -28,8 +30,8 @@ def results():
 
 
 def test_every_result_is_written_and_close_to_float64(results):
-    counts = {name: sum(r["name"] == name for r in results) for name in ("gemm", "nvfp4", "every code", "softmax", "mean")}
-    assert counts == {"gemm": 60, "nvfp4": 15, "every code": 3, "softmax": 6, "mean": 3}
+    counts = {name: sum(r["name"] == name for r in results) for name in ("gemm", "nvfp4", "every code", "softmax", "mean", "moe")}
+    assert counts == {"gemm": 72, "nvfp4": 15, "every code": 3, "softmax": 6, "mean": 3, "moe": 8}
     assert not [r for r in results if r.get("beyond_bound")]
     assert sum(r.get("shape") == [0, 5] for r in results) == 15
 
@@ -99,6 +101,57 @@ def test_row_reductions_keep_rows_apart_and_agree_with_float64(operation, dtype)
     assert operation(x.view(5, 8, 301)).shape[:2] == (5, 8)
     with pytest.raises(BadInput):
         operation(x.double())
+
+
+def _routed(tokens=60, top_k=3, experts=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 64, generator=generator)
+    w = torch.randn(experts, 40, 64, generator=generator)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    return x, w, chosen, torch.rand(tokens, top_k, generator=generator)
+
+
+def test_experts_give_a_token_the_same_bits_whoever_shares_them():
+    x, w, chosen, gates = _routed()
+
+    def run(index):
+        pick = index[:, 0].long()
+        found = moe.grouped_matmul(x[pick], w, chosen[pick])
+        return torch.cat([found.flatten(1), moe.expert_sum(found, gates[pick], chosen[pick])], 1)
+
+    assert differing_rows(run, torch.arange(60.0).unsqueeze(1), (1, 2, 16, 17, 65)) == (0, 101)
+    exact = grouped_float64(x, w, chosen)
+    assert (moe.grouped_matmul(x, w, chosen) - exact).abs().max() < 1e-4
+    assert (moe.expert_sum(exact.float(), gates, chosen) - (exact * gates.unsqueeze(2)).sum(1)).abs().max() < 1e-4
+
+
+def test_the_order_of_a_tokens_experts_is_theirs_and_not_the_routers():
+    x, w, chosen, gates = _routed(seed=1)
+    y = moe.grouped_matmul(x, w, chosen)
+    turned = moe.expert_sum(y.flip(1), gates.flip(1), chosen.flip(1))
+    assert torch.equal(turned, moe.expert_sum(y, gates, chosen))
+    given = sum(y[:, j].float() * gates[:, j, None] for j in range(3))
+    assert not torch.equal(given, turned)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_blocks_hold_every_pair_once_with_its_expert(size):
+    for tokens, top_k, experts in ((1, 1, 8), (70, 3, 5), (200, 2, 2), (3, 2, 50)):
+        chosen = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+        order, expert, start, stop = moe._blocks(chosen, experts, size)
+        held = []
+        for e, a, b in zip(expert.tolist(), start.tolist(), stop.tolist()):
+            assert b - a <= size
+            assert all(chosen.flatten()[pair] == e for pair in order[a:b].tolist())
+            held += order[a:b].tolist()
+        assert sorted(held) == list(range(tokens * top_k))
+
+
+def test_misrouted_experts_are_refused():
+    x, w, chosen, _ = _routed()
+    for wrong in (chosen + 1, chosen - 1, chosen.float(), chosen[:3]):
+        with pytest.raises(BadInput, match="expert"):
+            moe.grouped_matmul(x, w, wrong)
 
 
 def _model(dtype):

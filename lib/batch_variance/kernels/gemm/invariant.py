@@ -143,7 +143,9 @@ def matmul(
         a = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k])
         b = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
     shape = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-    marks = dict(TMA=tma, EVEN=K % config.block_k == 0, BIAS=bias is not None)
+    # In turn, every segment takes as many steps, so the last one may run past K where K is not so many whole segments.
+    even = K == count * length * STEP if config.form == "in-turn" else K % config.block_k == 0
+    marks = dict(TMA=tma, EVEN=even, BIAS=bias is not None)
     launch = dict(num_warps=config.warps, num_stages=config.stages)
     tiles_m, tiles_n = -(-M // config.block_m), -(-N // config.block_n)
     bias = y if bias is None else bias

@@ -1,1 +1,1 @@
-"""What a mixture of experts adds to its matmuls: a row's experts' outputs summed in a given order."""
+"""The matmuls of a mixture of experts: every (token, expert) pair through its expert's weight, and the sum over experts."""
