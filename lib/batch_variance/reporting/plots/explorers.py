@@ -154,7 +154,8 @@ def margins_on(ax: Axes, tokens: pd.DataFrame) -> None:
         ax.annotate(
             "first split", (split, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9
         )
-    ax.set_yscale("log")
+    if tokens[["margin_alone", "margin_together"]].notna().any(axis=None):  # a log axis of nothing is an error
+        ax.set_yscale("log")
 
 
 def first_split(tokens: pd.DataFrame) -> int | None:

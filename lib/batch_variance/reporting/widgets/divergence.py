@@ -62,17 +62,20 @@ def words(part: pd.DataFrame, concurrency: int) -> str:
     split = plots.first_split(part)
     if split is None:
         return (
-            f"At concurrency {concurrency} all {len(part)} tokens are those of the prompt served alone; the "
-            f"smallest margin alone is {part.margin_alone.min():.3g} logits."
+            f"At concurrency {concurrency} all {len(part)} tokens are those of the prompt served alone; the smallest "
+            f"margin alone is {part.margin_alone.min():.3g} logits."
         )
     at = part[part.position == split].iloc[0]
-    noise = f" The noise there is {at.noise:.2g} logits." if "noise" in part and pd.notna(at.noise) else ""
-    return (
-        f"At concurrency {concurrency} the texts split at token {split}: {str(at.alone)!r} alone (margin "
-        f"{at.margin_alone:.3g} logits), "
-        f"{str(at.together)!r} together (margin {at.margin_together:.3g}).{noise} The median margin alone is "
-        f"{part.margin_alone.median():.3g}."
-    )
+    said = f"At concurrency {concurrency} the texts split at token {split}: {str(at.alone)!r} alone, "
+    said += f"{str(at.together)!r} together."
+    if pd.notna(at.margin_alone):
+        said += (
+            f" The margin there is {at.margin_alone:.3g} logits alone and {at.margin_together:.3g} together, where the "
+            f"median margin alone is {part.margin_alone.median():.3g}."
+        )
+    if "noise" in part and pd.notna(at.noise):
+        said += f" The noise there is {at.noise:.2g} logits."
+    return said
 
 
 def side_by_side(part: pd.DataFrame) -> str:
