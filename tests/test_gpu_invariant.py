@@ -128,15 +128,20 @@ def test_nvfp4_keeps_a_row_among_shuffled_others():
     assert differing_rows(lambda rows: nvfp4.matmul(rows, w), x, (1, 2, 16, 17, 32, 33, 65, 129, 600))[0] == 0
 
 
-@pytest.mark.parametrize("count,rows", [(1, 1), (2, 1), (2, 300)])
-def test_the_gemms_tree_is_that_of_its_design(count, rows):
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_gemms_tree_is_one_over_rows_and_forms_and_that_of_its_design(count):
     K, N = 512, 256
-    tree = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), rows, N, K, torch.bfloat16, "cuda")
-    assert set(tree.ways) - {2, 9, 17} <= {8, 16}, tree.ways  # products, and the running sum, that one instruction adds
-    halves = {int(size) for size in tree.joins(0)}
-    assert (K // 2 in halves) if count == 2 else True
-    again = matmul_tree(lambda x, w: invariant.matmul(x, w, count=count), 1, N, K, torch.bfloat16, "cuda")
-    assert tree == again
+
+    def tree(rows, name=None):
+        config = Config.parse(name) if name else None
+        return matmul_tree(lambda x, w: invariant.matmul(x, w, config=config, count=count), rows, N, K, torch.bfloat16, "cuda")
+
+    found = tree(1)
+    assert {tree(rows) for rows in (16, 64, 300, 1000)} == {found}
+    assert {tree(300, name) for name in CONFIGS} == {found}
+    assert max(found.ways) > 2  # a tensor core adds several products and its accumulator at once
+    first, second = found.joins(0)[: K // 2], found.joins(0)[K // 2 :]
+    assert (int(first.max()) == K // 2 and set(second.tolist()) == {K}) == (count == 2)
 
 
 @pytest.mark.parametrize("K,N,count", [(1024, 512, 2), (200, 77, 1)])

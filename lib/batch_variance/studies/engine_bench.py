@@ -86,7 +86,7 @@ def run(folder: Path, budget_seconds: float) -> None:
     start, bench = time.time(), Benchmark("engine")
     weights, texts = random_weights(), prompts(16, SHAPE.vocabulary)
     config = {
-        which: EngineConfig(max_rows=256, max_length=256, page=64, ignore_eos=True, split_rule=rule)
+        which: EngineConfig(max_rows=256, max_length=256, page=32, ignore_eos=True, split_rule=rule)
         for which, rule in (("default", "flashmla"), ("invariant", "free-4"))
     }
     models = {which: Model(weights, kernels_of(which), policy("default")) for which in config}
