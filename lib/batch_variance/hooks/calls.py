@@ -32,7 +32,8 @@ class Binder:
         self._by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._required = {p.name for p in parameters if p.default is p.empty}
         # Where each parameter has a name of its own, most calls are bound without inspect, which takes longer.
-        self._plain = signature is not None and all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+        own_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._plain = signature is not None and all(p.kind in own_name for p in parameters)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> "Call":
         """Raises TypeError where the function itself would."""
@@ -91,6 +92,8 @@ class Call:
 
     def get(self, path: str) -> Any:
         """The value at a path; raises KeyError when there is none."""
+        if path in self.values and path != self.splat:
+            return self.values[path]
         return get_path(self.flat(), path)
 
     def replace(self, changes: Mapping[str, Any]) -> "Call":

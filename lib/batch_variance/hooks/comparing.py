@@ -12,7 +12,7 @@ from typing import Sequence
 import torch
 
 from ..numerics import row_scaled_ulp, ulp_distance
-from .snapshots import Questions, bits, differs
+from .snapshots import Questions, bits, differs, values_of
 
 BUCKETS = 65  # ULP histogram: bucket k counts differing elements whose ULP distance has k binary digits
 AT_ONCE = 2**24  # bytes of rows that a comparison may keep until it is read, and that are measured on the host
@@ -67,24 +67,24 @@ class Comparison:
         moved: Sequence[bool],
         questions: Questions,
     ):
+        size = 0
         for old, new in zip(chain(*before), chain(*after), strict=True):
             if old.shape != new.shape or old.dtype != new.dtype:
                 raise ShapeChanged(
                     f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
                 )
+            size += old.nbytes
         self._moved, self._questions = moved, questions
         self._rows = [(olds, _copied(news)) for olds, news in zip(before, after, strict=True)]
         self._numbers = [questions.ask(_unequal(olds, news)) for olds, news in self._rows]
         self._found: Difference | None = None
-        if sum(row.numel() * row.element_size() for row in chain(*before)) > AT_ONCE:
+        if size > AT_ONCE:
             self.difference()
 
     def differing(self) -> list[bool]:
         """Which rows differ in any result."""
-        found = [False] * len(self._moved)
-        for number in self._numbers:
-            found = [any(pair) for pair in zip(found, self._questions.answer(number), strict=True)]
-        return found
+        answers = [self._questions.answer(number) for number in self._numbers]
+        return [any(row) for row in zip(*answers)] if answers else [False] * len(self._moved)
 
     def difference(self) -> Difference:
         if self._found is None:
@@ -97,9 +97,9 @@ class Comparison:
                 elements=sum(row.numel() for olds, _ in self._rows for row in olds),
             )
             for (olds, news), number in zip(self._rows, self._numbers):
-                for old, new, differs in zip(olds, news, self._questions.answer(number)):
+                for r, differs in enumerate(self._questions.answer(number)):
                     if differs:
-                        _measure(found, old, new)
+                        _measure(found, olds[r], news[r])
             self._found, self._rows = found, []
         return self._found
 
@@ -117,28 +117,30 @@ def compare_rows(
 def _copied(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """A copy of the rows, in one tensor where they are several of one shape."""
     if _one(rows):
-        return [rows[0].detach().clone()] * len(rows)
+        return [values_of(rows[0]).clone()] * len(rows)
     if len({row.shape for row in rows}) == 1:
-        return torch.stack([row.detach() for row in rows])
-    return [row.detach().clone() for row in rows]
+        return torch.stack([values_of(row) for row in rows])
+    return [values_of(row).clone() for row in rows]
 
 
 def _one(rows: Sequence[torch.Tensor]) -> bool:
-    return all(row is rows[0] for row in rows)
+    """Whether it is the same tensor for all: a single row, or what belongs to no row in particular."""
+    return len(rows) == 1 or all(row is rows[0] for row in rows)
 
 
 def _unequal(olds: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Which rows' bits differ, bool [rows] on their device."""
+    """Which rows' bits differ, bool [rows] on their device ([] for a single row)."""
     if _one(olds):
-        return differs(olds[0], news[0]).expand(len(olds))
+        found = differs(olds[0], news[0])
+        return found if len(olds) == 1 else found.expand(len(olds))
     if isinstance(news, torch.Tensor):
-        olds = torch.stack([old.detach() for old in olds])
+        olds = torch.stack([values_of(old) for old in olds])
         return (bits(olds) != bits(news)).reshape(len(olds), -1).any(1)
-    return torch.cat([differs(old, new) for old, new in zip(olds, news)])
+    return torch.stack([differs(old, new) for old, new in zip(olds, news)])
 
 
 def _measure(found: Difference, old: torch.Tensor, new: torch.Tensor) -> None:
-    if old.numel() * old.element_size() <= AT_ONCE:
+    if old.nbytes <= AT_ONCE:
         # Every step below would wait for the device; brought here, all of them together wait for two copies.
         old, new = old.cpu(), new.cpu()
     found.max_row_scaled_ulp = max(found.max_row_scaled_ulp, scaled(old, new))

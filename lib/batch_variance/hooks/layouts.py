@@ -144,12 +144,11 @@ def _take_runs(value: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -
     if new.numel() == 0:
         return new
     # Dimensions expanded with stride 0 hold one copy: write that one.
-    target, source = new, value.detach()
-    for d in range(value.dim()):
-        if value.stride(d) == 0 and value.shape[d] > 1:
-            source = source.narrow(d, 0, 1)
-            target = target.narrow(d, 0, 1)
-    if value.stride(dim) == 0 and value.shape[dim] > 1:
+    target, source, strides = new, value.detach(), value.stride()
+    for d in [d for d, step in enumerate(strides) if step == 0 and value.shape[d] > 1]:
+        source = source.narrow(d, 0, 1)
+        target = target.narrow(d, 0, 1)
+    if strides[dim] == 0 and value.shape[dim] > 1:
         target.copy_(source)
     else:
         slices = [source.narrow(dim, start, end - start) for start, end in runs]
@@ -161,13 +160,11 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension
     scale.
     """
-    shape = list(value.shape)
-    old, step = shape[dim], value.stride(dim)
+    shape, strides = list(value.shape), list(value.stride())
+    old, step = shape[dim], strides[dim]
     shape[dim] = size
-    strides = list(value.stride())
-    for d in range(value.dim()):
-        outer = d != dim and strides[d] and step and strides[d] >= step * max(old, 1) and value.shape[d] > 1
-        if outer:
+    for d in range(len(shape)):
+        if d != dim and step and strides[d] >= step * max(old, 1) and shape[d] > 1:
             # Keep a gap between outer slices (a view into a wider buffer) as a gap.
             strides[d] = (
                 step * size + (strides[d] - step * old)
@@ -183,4 +180,4 @@ def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, de
     spare = ALIGNMENT // dtype.itemsize
     flat = torch.empty(span + spare, dtype=dtype, device=device)
     skip = (-flat.data_ptr() % ALIGNMENT) // dtype.itemsize
-    return flat.as_strided(tuple(shape), tuple(strides), skip)
+    return flat.as_strided(shape, strides, skip)

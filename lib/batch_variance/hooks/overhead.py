@@ -3,6 +3,9 @@ gone.
 
 Run as ``python -m batch_variance.hooks.overhead FOLDER`` it prints a table and writes it as CSV.
 The engine runs in float32, on Triton kernels where there is a GPU and on torch's own where there is none.
+Two measures stand side by side: the clock's, which takes in everything and varies with whatever else goes on, and the
+probe's own account of its seconds, which is steady, and on a GPU counts as the probe's own the engine's queued work
+that it waits for.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from ..kernels.nvfp4.policy import policy
 from ..kernels.sets import NativeKernels, TritonKernels
 from .adapters import engine_sites
 
+SITES = ("attend", "linear", "rms_norm")
 SAMPLING = {
     "re-run and solo": dict(axes=("rerun", "solo"), rows=1),
     "all axes in turn": dict(
@@ -41,8 +45,8 @@ def measure(
     seconds.
 
     Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, plain_s, probed_s, off_s
-    (medians), ratio (median of the rounds' own ratios probed over plain, with its quartiles), off_ratio likewise,
-    ms_per_sample.
+    (medians), ratio (median of the rounds' own ratios probed over plain, with its quartiles), off_ratio likewise, share
+    likewise (the probe's own seconds over the engine's in the probed run, that run less those seconds), ms_per_sample.
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
@@ -60,7 +64,7 @@ def measure(
         for sampling, options in SAMPLING.items():
             times = {"plain": [], "probed": [], "off": []}
             calls = sampled = 0
-            spent = 0.0
+            spent, share = 0.0, []
             for number in range(rounds + 1):
                 plain, _ = seconds()
                 with engine_sites(model.kernels, every=every, **options)[site] as probe:
@@ -72,8 +76,9 @@ def measure(
                     for name, value in zip(times, (plain, probed, off)):
                         times[name].append(value)
                     calls, sampled, spent = calls + probe.calls, sampled + probe.sampled, spent + probe.seconds
-            ratio = sorted(p / q for p, q in zip(times["probed"], times["plain"]))
-            off_ratio = sorted(p / q for p, q in zip(times["off"], times["plain"]))
+                    share.append(probe.seconds / (probed - probe.seconds))
+            ratio = [p / q for p, q in zip(times["probed"], times["plain"])]
+            off_ratio = [p / q for p, q in zip(times["off"], times["plain"])]
             rows.append(
                 {
                     "site": site,
@@ -83,16 +88,20 @@ def measure(
                     "calls": calls,
                     "sampled": sampled,
                     **{f"{name}_s": statistics.median(values) for name, values in times.items()},
-                    "ratio": statistics.median(ratio),
-                    "ratio_low": ratio[len(ratio) // 4],
-                    "ratio_high": ratio[-1 - len(ratio) // 4],
-                    "off_ratio": statistics.median(off_ratio),
-                    "off_low": off_ratio[len(ratio) // 4],
-                    "off_high": off_ratio[-1 - len(ratio) // 4],
+                    **_spread("ratio", "ratio", ratio),
+                    **_spread("off_ratio", "off", off_ratio),
+                    **_spread("share", "share", share),
                     "ms_per_sample": 1000 * spent / max(sampled, 1),
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _spread(name: str, short: str, values: list[float]) -> dict[str, float]:
+    """Median and quartiles, in columns of these names."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return {name: statistics.median(ordered), f"{short}_low": ordered[quarter], f"{short}_high": ordered[-1 - quarter]}
 
 
 def _settle(model: Model) -> None:
@@ -106,13 +115,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="CSV to write")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--site", action="append", choices=SITES, help="may be given again; default: attend and linear")
     given = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     weights = load_weights(given.folder, torch.device("cuda" if cuda else "cpu"))
     model = Model(weights, TritonKernels() if cuda else NativeKernels(), policy("default"))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, weights.shape.vocabulary, (24,), generator=generator).tolist() for _ in range(8)]
-    table = measure(model, prompts, rounds=given.rounds, tokens=given.tokens).assign(
+    sites = tuple(given.site or ("attend", "linear"))
+    table = measure(model, prompts, sites, rounds=given.rounds, tokens=given.tokens).assign(
         tier="live-gpu" if cuda else "cpu-native"
     )
     print(table.to_string(index=False))

@@ -6,6 +6,7 @@ It knows when to sample, how to repeat a call without the engine noticing, and w
 with fresh metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
+import functools
 import inspect
 import itertools
 import random
@@ -23,7 +24,7 @@ from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
 from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs
+from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs, values_of
 from .verdicts import verdicts
 
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
@@ -357,7 +358,7 @@ class CallSiteProbe:
         results = self._results(result, snapshot.real, changed)
         result_layouts = self._result_layouts(results, snapshot.real, layouts, offsets, count)
         kept = {label: after.copy_of(t) for label, t in results.items()}
-        kept = {label: results[label].detach().clone() if t is None else t for label, t in kept.items()}
+        kept = {label: values_of(results[label]).clone() if t is None else t for label, t in kept.items()}
         return _Sample(
             again, Questions(), snapshot, call, layouts, offsets, count, changed, kept, result_layouts, watched
         )
@@ -447,12 +448,13 @@ class CallSiteProbe:
         return done, notes
 
     def _record(self, sample: _Sample, axis: str, done: list[_Replayed], notes: list[str]) -> dict:
-        total, answer = Difference(), sample.questions.answer
+        differences, answer = [], sample.questions.answer
         for replayed in done:
             try:
-                total = total + replayed.comparison.difference()
+                differences.append(replayed.comparison.difference())
             except Exception as error:  # a dtype without the operations that a distance needs
                 notes.append(f"a difference could not be measured: {type(error).__name__}: {error}")
+        total = functools.reduce(Difference.__add__, differences) if differences else Difference()
         witnesses = [replayed.witness for replayed in done if replayed.witness is not None]
         return {
             "axis": axis,
@@ -665,14 +667,13 @@ def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
         planted = list(rows)
         planted[filled[0]] = flipped(rows[filled[0]])
         still = [False] * len(rows)
-        found += [
-            (Comparison([rows], [other], still, sample.questions), expected) for other, expected in ((rows, 0), (planted, 1))
-        ]
+        for other, expected in ((rows, 0), (planted, 1)):
+            found.append((Comparison([rows], [other], still, sample.questions), expected))
     return found
 
 
 def _overwritten(new: torch.Tensor, layout: Layout, replay: Replay, offsets: Mapping) -> torch.Tensor:
-    """Write other values over the rows whose contents are to change; whether any bit changed, bool [1] on the device.
+    """Write other values over the rows whose contents are to change; whether any bit changed, bool [] on the device.
 
     Integers cannot be rescaled: a row gets its neighbour's, where the shapes allow.
     """

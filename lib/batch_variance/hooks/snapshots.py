@@ -23,11 +23,17 @@ class CannotCopy(Exception):
     """An argument cannot be copied; the message says which one and why."""
 
 
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history: what is done with it leaves none."""
+    return x.detach() if x.requires_grad else x
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The raw bits of a tensor as integers of the same width (complex values as pairs), contiguous."""
+    x = values_of(x)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.detach().contiguous().view(_WORD[x.element_size()])
+    return x.contiguous().view(_WORD[x.element_size()])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -35,10 +41,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether any bit differs, as bool [1] on ``a``'s device: the answer that ``same_bits`` would wait for."""
+    """Whether any bit differs, as bool [] on ``a``'s device: the answer that ``same_bits`` would wait for."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        return torch.ones(1, dtype=torch.bool)
-    return (bits(a) != bits(b)).any().view(1)
+        return torch.ones((), dtype=torch.bool)
+    return (bits(a) != bits(b)).any()
 
 
 class Questions:
@@ -52,18 +58,19 @@ class Questions:
         self._answers: list[list[bool]] = []
 
     def ask(self, flags: torch.Tensor) -> int:
-        """flags: bool [N]. Returns the number by which ``answer`` knows them."""
+        """flags: bool [N] or []. Returns the number by which ``answer`` gives them as a list."""
         self._flags.append(flags)
         return len(self._flags) - 1
 
     def answer(self, number: int) -> list[bool]:
         if number >= len(self._answers):
             unread = self._flags[len(self._answers) :]
+            places = [flags.device for flags in unread]
             values = {
-                device: iter(torch.cat([flags for flags in unread if flags.device == device]).tolist())
-                for device in {flags.device for flags in unread}
+                device: iter(torch.hstack([flags for flags, place in zip(unread, places) if place == device]).tolist())
+                for device in set(places)
             }
-            self._answers += [list(islice(values[flags.device], len(flags))) for flags in unread]
+            self._answers += [list(islice(values[place], flags.numel())) for flags, place in zip(unread, places)]
         return self._answers[number]
 
 
@@ -109,6 +116,8 @@ class Snapshot:
         questions = Questions()
         numbers = [questions.ask(differs(now, before)) for (_, now), before in zip(self._live, self._views)]
         changed = [questions.answer(number)[0] for number in numbers]
+        if not any(changed):
+            return []
         self._changed = {key for key, other in zip(self._keys, changed) if other}
         return [path for (path, _), other in zip(self._live, changed) if other]
 
@@ -219,7 +228,7 @@ class KeptState:
 
     def __init__(self, objects: Iterable[Any]):
         self._tensors = [t for one in objects for t in _tensors_of(one) if _in_plain_memory(t)]
-        self._kept = [t.detach().clone() for t in self._tensors]
+        self._kept = [values_of(t).clone() for t in self._tensors]
         self._asked: tuple[Questions, list[int]] | None = None
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -235,6 +244,8 @@ class KeptState:
         self._asked = None
 
     def restore(self) -> None:
+        if not self._tensors:
+            return
         if self._asked is None:
             self.ask(Questions())
         questions, numbers = self._asked

@@ -1,0 +1,253 @@
+"""What makes a sample cheap changes nothing that it says: answers read together, generators set back where they moved,
+rows taken and overwritten all at once, controls made rarely.
+"""
+
+import itertools
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
+from batch_variance.hooks.axes import Replay, other_values
+from batch_variance.hooks.calls import Binder, signature_of
+from batch_variance.hooks.layouts import take_along, taken_offsets
+from batch_variance.hooks.overhead import measure
+from batch_variance.hooks.probe import _overwritten
+from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, bits
+
+
+def site(kernel):
+    return types.SimpleNamespace(kernel=kernel)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device: comparisons and reads, ``tolist`` apart since it passes by no operation."""
+
+    names = ("equal", "_local_scalar_dense", "nonzero", "_unique2", "bincount")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, kinds, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ in self.names:
+            self.found.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("axes", [("rerun", "solo"), AXES])
+def test_a_sample_that_finds_nothing_waits_for_the_device_twice(monkeypatch, axes):
+    """Once for what the call changed, once for all replays and both controls."""
+    read, tolist = [], torch.Tensor.tolist
+    engine = site(lambda x, y: (x * 2 + y, y - x))
+    x, y = torch.randn(5, 8), torch.randn(5, 8)
+    with CallSiteProbe((engine, "kernel"), {"x": 0, "y": 0}, axes=axes) as probe:
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda t: read.append(t.numel()) or tolist(t))
+        with Waits() as waits:
+            engine.kernel(x, y)
+    assert waits.found == [] and len(read) == 2
+    assert set(probe.verdict().values()) == {"invariant"} and not probe.refusals
+
+
+def test_answers_come_back_under_their_numbers_whenever_they_are_read():
+    questions = Questions()
+    first = [questions.ask(torch.tensor(flags)) for flags in ([True, False], False, [], [False, False, True])]
+    assert [questions.answer(n) for n in first] == [[True, False], [False], [], [False, False, True]]
+    later = [questions.ask(torch.tensor(flags)) for flags in (True, [False])]
+    assert [questions.answer(n) for n in reversed(later)] == [[False], [True]]
+    assert questions.answer(first[0]) == [True, False]
+
+
+def test_differences_are_those_of_each_replay_where_the_kernel_has_one_buffer():
+    """Read after the last replay, when the buffer holds that one's values."""
+    buffer = torch.zeros(4, 8)
+
+    def kernel(x):
+        torch.mul(x, 1.0 + 2.0**-20 * (len(x) == 1), out=buffer[: len(x)])
+        return buffer[: len(x)]
+
+    engine, x = site(kernel), torch.rand(4, 8) + 1  # in [1, 2): a ULP is 2**-23
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo", "position")) as probe:
+        assert torch.equal(engine.kernel(x), x)
+    records = probe.records().set_index("axis")
+    moved = ((x.double() * (1 + 2.0**-20)).float() - x).abs() * 2**23
+    assert records["rows_differ"].to_dict() == {"rerun": 0, "solo": 4, "position": 0}
+    assert records.loc["solo", "max_ulp"] == int(moved.max()) and records.loc["solo", "elements_differ"] == 32
+    assert torch.equal(buffer, x)
+
+
+def test_rows_too_large_to_keep_are_measured_at_once_to_the_same_counts(monkeypatch):
+    def session():
+        generator = torch.Generator().manual_seed(2)
+        engine = site(lambda x: (x * (1 + 2.0**-18 * len(x)), (x[:, 0] * len(x)).long()))
+        with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=AXES) as probe:
+            engine.kernel(torch.randn(3, 16, generator=generator))
+        return probe.records()
+
+    kept = session()
+    monkeypatch.setattr(comparing, "AT_ONCE", 0)
+    assert kept.equals(session()) and kept["elements_differ"].sum() > 0
+
+
+def test_every_generator_is_set_back_exactly():
+    def drawn():
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(2).tolist()]
+
+    def of(draw, before):
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        before()
+        kept = RandomState()
+        first = drawn()
+        draw()
+        kept.restore()
+        again = drawn()
+        return first, again
+
+    nothing = lambda: None  # noqa: E731
+    # One normal leaves its twin held back, which the raw words do not show.
+    held = lambda: (np.random.randn(), random.gauss(0, 1))  # noqa: E731
+    for before, draw in itertools.product((nothing, held), (nothing, held, lambda: np.random.rand(1000))):
+        first, again = of(draw, before)
+        assert first == again
+    np.random.seed(3)
+    for _ in range(3):  # from one state to the next while the words stay, reading it each time
+        RandomState()
+        np.random.randn()
+        state = np.random.get_state()
+        kept = RandomState()
+        np.random.randn(), np.random.randn()
+        kept.restore()
+        assert all(np.array_equal(a, b) for a, b in zip(state, np.random.get_state()))
+
+
+def test_controls_are_made_again_until_they_succeed_once_and_then_rarely():
+    """The first three calls give a result that no value could change; the positive control first succeeds on the
+    fourth sample.
+    """
+    engine = site(lambda x, constant: torch.ones(len(x)) if constant else x.sum(1))
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("solo",), controls_every=10) as probe:
+        for call in range(15):
+            engine.kernel(torch.randn(3, 4), call < 3)
+    found = probe.records().query("axis == 'rerun'")
+    assert found["rows_sensitive"].tolist() == [0, 0, 0, 3] + [0] * 6 + [3] + [0] * 4
+    assert found["flip_seen"].notna().tolist() == [True, True, False, True] + [False] * 6 + [True] + [False] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_overwriting_gives_each_row_what_it_gets_alone_and_spares_the_others(dtype, dim):
+    old = (torch.randn(4, 4, 6) * 8).to(dtype)
+    new = old.clone()
+    flag = _overwritten(new, Rows(dim), Replay((0, 1, 2, 3), (2,), overwritten=(0, 1, 3)), {})
+    rows, before = new.movedim(dim, 0), old.movedim(dim, 0)
+    assert bool(flag) and torch.equal(bits(rows[2]), bits(before[2]))
+    for r in (0, 1, 3):
+        expected = other_values(before[r][None])[0] if dtype.is_floating_point else before[(r + 1) % 4]
+        assert torch.equal(bits(rows[r]), bits(expected)) and not torch.equal(bits(rows[r]), bits(before[r]))
+    if dtype is torch.float32:
+        expected = 4 * before[0].flatten().flip(0).roll(1)
+        assert torch.equal(rows[0].flatten(), expected)
+
+
+def test_overwriting_nothing_that_could_change_is_no_change():
+    same = torch.full((3, 2), 5, dtype=torch.int64)
+    assert not bool(_overwritten(same, Rows(0), Replay((0, 1, 2), (0,), overwritten=(1, 2)), {}))
+    offsets = {"cu": [0, 2, 2, 5]}
+    flat = torch.arange(5.0).view(5, 1) + 1
+    flag = _overwritten(flat, Flat("cu"), Replay((0, 1, 2), (0,), overwritten=(2,)), offsets)
+    assert bool(flag) and flat.flatten().tolist() == [1, 2, 12, 20, 16]  # 3 4 5 -> reversed, turned by one, times 4
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 10, 12], [4, 5, 9], [0, 0]])
+def test_prefix_sums_of_taken_rows(ends):
+    value = torch.tensor(ends, dtype=torch.int32)
+    count = len(ends) - 1
+    for index in (tuple(range(count)), (count - 1,), tuple(reversed(range(count))), (0, 0, count - 1)):
+        new = Prefix().take(value, index, {})
+        assert new.tolist() == taken_offsets(ends, index) and new.dtype is torch.int32
+        tokens = torch.arange(ends[-1] * 2).view(-1, 2)
+        found = Flat("cu").take(tokens, index, {"cu": ends})
+        assert torch.equal(found, torch.cat([tokens[ends[i] : ends[i + 1]] for i in index]))
+
+
+def test_rows_are_taken_whatever_their_dtype():
+    for dtype in (torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16, torch.bfloat16, torch.float64):
+        t = torch.arange(12).view(4, 3).to(dtype)
+        for index in ([1], [2, 3], [3, 1, 1, 0]):
+            assert torch.equal(bits(take_along(t, 0, index)), torch.stack([bits(t)[i] for i in index])), dtype
+
+
+def test_a_result_without_plain_memory_is_kept_from_nobody():
+    engine = site(lambda x: x.to_sparse())
+    x = torch.eye(3)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}) as probe:
+        assert torch.equal(engine.kernel(x).to_dense(), x)
+    assert probe.sampled == 1 and "variant" not in probe.verdict().values()
+
+
+def test_state_is_put_back_by_answers_asked_before_unless_told_that_they_no_longer_hold():
+    x, y = torch.zeros(3), torch.ones(2)
+    kept, questions = KeptState([x, {"y": y}]), Questions()
+    x += 1
+    kept.ask(questions)
+    kept.restore()
+    assert x.tolist() == [0, 0, 0] and y.tolist() == [1, 1]
+    kept.ask(questions)
+    y += 1
+    kept.forget()
+    kept.restore()
+    assert y.tolist() == [1, 1]
+
+
+def three(a, b, *, c=5):
+    """Named parameters only, bound without inspect."""
+
+
+def rest(a, *more, **options):
+    """Names of the caller's."""
+
+
+@pytest.mark.parametrize(
+    "function, args, kwargs",
+    [(three, (1, 2), {}), (three, (1,), {"c": 3, "b": 2}), (three, (), {"b": 2, "a": 1}), (rest, (1, 2, 3), {"d": 4})],
+)
+def test_arguments_are_named_as_inspect_names_them(function, args, kwargs):
+    call = Binder(signature_of(function)).bind(args, kwargs)
+    expected = signature_of(function).bind(*args, **kwargs)
+    assert list(call.values.items()) == list(expected.arguments.items())
+    assert signature_of(function).bind(*call.args, **call.kwargs) == expected
+
+
+@pytest.mark.parametrize(
+    "args, kwargs", [((), {}), ((1,), {}), ((1, 2, 3), {}), ((1, 2), {"a": 1}), ((1, 2), {"d": 1}), ((1,), {"c": 1})]
+)
+def test_wrong_arguments_are_type_errors(args, kwargs):
+    with pytest.raises(TypeError):
+        Binder(signature_of(three)).bind(args, kwargs)
+
+
+def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
+    from batch_variance.engine.checkpoint import Architecture
+    from batch_variance.engine.model import FFN, Layer, Model, Weights
+    from batch_variance.kernels.nvfp4.policy import policy
+    from batch_variance.kernels.sets import NativeKernels
+
+    torch.manual_seed(0)
+    shape = Architecture(32, 64, 1, 2, 1, 16, 50, 10000.0, 1e-5, True, (49,))
+    weights = lambda *size: torch.randn(size) / 6  # noqa: E731
+    layer = Layer(
+        torch.ones(32), weights(64, 32), weights(32, 32), torch.ones(32), FFN(weights(128, 32), weights(32, 64))
+    )
+    embedding = weights(50, 32)
+    held = Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy")
+    model = Model(held, NativeKernels(), policy("default"))
+    table = measure(model, [[1, 2, 3], [4, 5]], ("rms_norm",), every=2, rounds=1, tokens=3)
+    assert table["site"].tolist() == ["rms_norm"] * 2 and (table["sampled"] > 0).all()
+    for row in table.itertuples():
+        spent = row.ms_per_sample / 1000 * row.sampled
+        assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
+        assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and 0 < spent < row.probed_s
