@@ -7,12 +7,12 @@ from click.testing import CliRunner
 
 from batch_variance.common import BadInput
 from batch_variance.kernels import command
-from batch_variance.numerics.trees import sequential
+from batch_variance.numerics.trees import segmented, sequential
 from batch_variance.reporting.plots import invariant as plots
 from batch_variance.studies import engine_bench
 from batch_variance.studies import invariant as study
 
-GOOD = dict(features=96, outputs=64, sizes=[1, 2, 4, 17, 64], tree_terms=48, tree_sizes=[1, 64], error_rows=64, seed=0, device="cpu")
+GOOD = dict(features=96, outputs=64, sizes=[1, 2, 4, 17, 64], tree_terms=48, tree_sizes=[1, 64], split_lengths=[768, 2048, 2048], split_rule="free-4", split_parts=8, error_rows=64, seed=0, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,8 @@ def p():
 
 @pytest.mark.parametrize("change,word", [
     ({"features": 0}, "1 or more"), ({"sizes": [4]}, "two row counts"), ({"sizes": [0, 2]}, "1 or more"), ({"tree_terms": 4}, "8 to 512"),
-    ({"tree_sizes": [3, 3]}, "two row counts"), ({"error_rows": -1}, "1 or more"), ({"rows": 3}, "rows"),
+    ({"tree_sizes": [3, 3]}, "two row counts"), ({"error_rows": -1}, "1 or more"), ({"split_lengths": [100, 200]}, "128 to 4096"), ({"split_lengths": [1024]}, "two lengths"),
+    ({"split_rule": "flash"}, "unknown"), ({"split_parts": 0}, "1 or more"), ({"rows": 3}, "rows"),
 ])  # fmt: skip
 def test_parameters_are_checked(change, word):
     with pytest.raises(BadInput, match=word):
@@ -58,6 +59,18 @@ def test_a_wrong_claim_about_trees_would_be_seen(p):
     found = dict.fromkeys(study.trees(p), sequential(48))
     verdict = study.tree_verdict(found, study.trees_against_bits(p, found), p)
     assert verdict["agree"].events < verdict["agree"].trials and not verdict["stable"]
+
+
+def test_the_split_fold_is_the_plans(p):
+    found = study.split_trees(p)
+    verdict = study.split_verdict(found, p)
+    assert verdict["default"] == 2 and verdict["own"] == 1 and verdict["stable"] and verdict["moved"]
+    # 12 blocks in pieces of 4, each added from the left, the pieces from the left: as the rule says.
+    assert found["free-4", "alone"] == segmented(12, 4)
+    counts = {key: study.plan_pieces(p, *key) for key in found}
+    assert counts == verdict["pieces"] and counts["free-4", "alone"] == 3
+    assert study.split_tree([768, 64], "never-split", 8, torch.device("cpu")) == sequential(12)
+    assert plots.trees(study.tree_edges(found, "")).axes
 
 
 def test_errors(p):

@@ -305,7 +305,7 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
     return tree
 
 
-def _in_batches(run: Callable[[torch.Tensor], torch.Tensor], width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def in_batches(run: Callable[[torch.Tensor], torch.Tensor], width: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Probes in calls of exactly ``width``, the last filled up with zeros: the shape of a call never changes."""
 
     def sums(probes: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,7 @@ def reduction_tree(
 ) -> Tree:
     """The tree by which ``operation`` sums each row of [rows, n] to [rows]: a probe a row, every call of that shape."""
     run = lambda probes: operation(probes.to(dtype).to(device))  # noqa: E731
-    return reveal(_in_batches(run, rows), n, units_for(dtype))
+    return reveal(in_batches(run, rows), n, units_for(dtype))
 
 
 def matmul_tree(
@@ -348,7 +348,7 @@ def matmul_tree(
             return operation(ones(M, K), given)[row]
         return operation(given, ones(N, K))[:, 0]
 
-    return reveal(_in_batches(run, N if probe == "columns" else M), K, units_for(dtype))
+    return reveal(in_batches(run, N if probe == "columns" else M), K, units_for(dtype))
 
 
 def folded_leaves(tree: Tree, block: int) -> Tree | None:

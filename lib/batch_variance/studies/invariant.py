@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from pydantic import field_validator
 
 from ..common import Rate, data_path, resolve_device
+from ..common.devices import simulated_tier
 from ..kernels.classes import Classes, classify
+from ..kernels.decode import Cache, DecodeInputs, attend
 from ..kernels.use import InvariantKernels, linear
-from ..numerics.trees import Tree, lanes, matmul_tree, pairwise, reduction_tree, segmented, sequential
+from ..numerics.trees import Tree, in_batches, lanes, matmul_tree, pairwise, reduction_tree, reveal, segmented, sequential, units_for
+from ..schedules import BATCH_WIDE, make_plan, own_length_rule
 from .parameters import StudyParameters
 
+BLOCK, PROBES = 64, 64  # tokens in a block of the KV cache, and probes that one decode call carries
 LIBRARY, INVARIANT, ALONE = "library", "invariant", "library, row by row"
 
 
@@ -30,11 +34,27 @@ class Parameters(StudyParameters):
     sizes: list[int]
     tree_terms: int
     tree_sizes: list[int]
+    split_lengths: list[int]
+    split_rule: str
+    split_parts: int
     error_rows: int
     seed: int
     device: str
 
-    @field_validator("features", "outputs", "error_rows")
+    @field_validator("split_lengths")
+    @classmethod
+    def _lengths(cls, values):
+        if len(values) < 2 or not 2 * BLOCK <= values[0] <= 64 * BLOCK or min(values) < 1:
+            raise ValueError(f"give two lengths or more, the first (the row watched) of {2 * BLOCK} to {64 * BLOCK} tokens.")
+        return values
+
+    @field_validator("split_rule")
+    @classmethod
+    def _rule(cls, value):
+        own_length_rule(value)
+        return value
+
+    @field_validator("features", "outputs", "error_rows", "split_parts")
     @classmethod
     def _positive(cls, value):
         if value < 1:
@@ -125,20 +145,20 @@ def tree_table(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
     )
 
 
-def tree_edges(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
+def tree_edges(found: dict[tuple, Tree], what: str = " rows") -> pd.DataFrame:
     """Every different tree as edges to draw: panel, x, step, child_x, child_step. A term's place is its turn in the tree, a
     node's the middle of its operands; its step is the earliest at which its addition can happen."""
-    panels: dict[Tree, dict[str, list[int]]] = {}
-    for (kernel, M), tree in found.items():
-        panels.setdefault(tree, {}).setdefault(kernel, []).append(M)
+    panels: dict[Tree, dict[str, list]] = {}
+    for (kernel, where), tree in found.items():
+        panels.setdefault(tree, {}).setdefault(kernel, []).append(where)
     rows = []
     for tree, users in panels.items():
-        where = "; ".join(f"{kernel} at {', '.join(map(str, sizes))}" for kernel, sizes in users.items())
+        where = "; ".join(f"{kernel}: {', '.join(map(str, places))}" for kernel, places in users.items())
         x, step = list(map(float, np.argsort(tree.leaf_order()))), [0] * tree.leaves
         for parts in tree.nodes:
             x.append(float(np.mean([x[part] for part in parts])))
             step.append(1 + max(step[part] for part in parts))
-            rows += [(f"{where} rows: depth {tree.depth}", x[-1], step[-1], x[part], step[part]) for part in parts]
+            rows += [(f"{where}{what} (depth {tree.depth})", x[-1], step[-1], x[part], step[part]) for part in parts]
     return pd.DataFrame(rows, columns=["panel", "x", "step", "child_x", "child_step"])
 
 
@@ -180,6 +200,61 @@ def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: P
         "told_apart": sequential(40) != pairwise(40) and recovered.events == recovered.trials,
         "both_happened": bool(against.trees_equal.any() and not against.trees_equal.all()),
     }
+
+
+def split_tree(lengths: list[int], rule: str, parts: int, device: torch.device) -> Tree:
+    """The tree by which split-KV decode adds the blocks of row 0 in this batch, a leaf a block.
+
+    Queries and keys are zero, so every token has weight one; each column of the values carries a probe, in the first token of
+    each block of row 0. float32; the Triton kernels on CUDA, their emulation elsewhere.
+    """
+    blocks, pages = -(-lengths[0] // BLOCK), -(-max(lengths) // BLOCK)
+    table = torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = torch.zeros(len(lengths), 16, 16, device=device)
+    keys = torch.zeros(table.numel(), BLOCK, 1, 16, device=device)
+    plan = make_plan(rule, lengths, parts, BLOCK)
+
+    def run(probes: torch.Tensor) -> torch.Tensor:
+        values = torch.zeros(table.numel(), BLOCK, 1, PROBES, device=device)
+        values[:blocks, 0, 0] = probes.t().float().to(device)
+        out, _ = attend(DecodeInputs(q, (Cache(keys, values, tokens, block_table=table),), PROBES), plan)
+        # The kernel divides by the row's length in float32: undo it, and the rounding that it brought.
+        counts = out[0, 0].double().cpu() * lengths[0]
+        near = counts.round()
+        return torch.where((counts - near).abs() < 1e-3, near, counts)
+
+    return reveal(in_batches(run, PROBES), blocks, units_for(torch.float32))
+
+
+def split_trees(p: Parameters) -> dict[tuple[str, str], Tree]:
+    """(rule, where) to the tree of the watched row, alone and in its batch, under the batch-wide schedule and the rule."""
+    device = resolve_device(p.device)
+    batches = (("alone", p.split_lengths[:1]), ("in the batch", p.split_lengths))
+    return {(rule, where): split_tree(lengths, rule, p.split_parts, device) for rule in (BATCH_WIDE, p.split_rule) for where, lengths in batches}
+
+
+def split_tier(p: Parameters) -> str:
+    return simulated_tier(resolve_device(p.device))
+
+
+def split_verdict(found: dict[tuple[str, str], Tree], p: Parameters) -> dict:
+    """Trees of each schedule and controls for the check that an own-length rule keeps the row's tree."""
+    again = split_tree(p.split_lengths, p.split_rule, p.split_parts, resolve_device(p.device))
+    pieces = {key: plan_pieces(p, *key) for key in found}
+    return {
+        "default": len({tree.name for (rule, _), tree in found.items() if rule == BATCH_WIDE}),
+        "own": len({tree.name for (rule, _), tree in found.items() if rule == p.split_rule}),
+        "stable": again == found[p.split_rule, "in the batch"],
+        "pieces": pieces,
+        "moved": pieces[BATCH_WIDE, "alone"] != pieces[BATCH_WIDE, "in the batch"],
+    }
+
+
+def plan_pieces(p: Parameters, rule: str, where: str) -> int:
+    """Pieces that the plan cuts the watched row into."""
+    lengths = p.split_lengths[:1] if where == "alone" else p.split_lengths
+    return int(make_plan(rule, lengths, p.split_parts, BLOCK).pieces[0])
 
 
 # ---------------------------------------------------------------- error
