@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
 from batch_variance.hooks.axes import Replay, other_values
 from batch_variance.hooks.calls import Binder, signature_of
-from batch_variance.hooks.layouts import take_along, taken_offsets
+from batch_variance.hooks.layouts import ALIGNMENT, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
 from batch_variance.hooks.probe import _overwritten
-from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, bits
+from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, Snapshot, bits
 
 
 def site(kernel):
@@ -179,6 +179,23 @@ def test_rows_are_taken_whatever_their_dtype():
         t = torch.arange(12).view(4, 3).to(dtype)
         for index in ([1], [2, 3], [3, 1, 1, 0]):
             assert torch.equal(bits(take_along(t, 0, index)), torch.stack([bits(t)[i] for i in index])), dtype
+
+
+@pytest.mark.parametrize("skip", [0, 1])  # at an aligned address, and beside one
+@pytest.mark.parametrize("cut", [lambda t: t, lambda t: t[:, ::2], lambda t: t.t(), lambda t: t[:0]])
+def test_a_snapshot_holds_what_was_there_and_gives_it_anew_after_a_change(skip, cut):
+    memory = strided((6 * 8 + skip,), (1,), torch.float32, torch.device("cpu"))
+    memory.copy_(torch.arange(len(memory)))
+    x = cut(memory[skip:].view(6, 8))
+    before, place = x.clone(), x.data_ptr() % ALIGNMENT
+    snapshot = Snapshot(Binder(None).bind((x,), {}))
+    assert snapshot.note_changes() == []
+    x += 1
+    assert snapshot.note_changes() == (["0"] if x.numel() else [])
+    first = snapshot.fresh_call().args[0]
+    assert torch.equal(first, before) and first.stride() == x.stride() and first.data_ptr() % ALIGNMENT == place
+    first += 5  # as a replay does that changes its argument
+    assert torch.equal(snapshot.fresh_call().args[0], before) and torch.equal(x, before + 1)
 
 
 def test_a_result_without_plain_memory_is_kept_from_nobody():

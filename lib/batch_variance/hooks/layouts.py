@@ -176,6 +176,8 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised tensor of these strides at an address that is a multiple of ``ALIGNMENT`` bytes."""
+    if device.type == "cuda":  # where any address is
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
     spare = ALIGNMENT // dtype.itemsize
     flat = torch.empty(span + spare, dtype=dtype, device=device)
