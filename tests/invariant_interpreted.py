@@ -28,8 +28,12 @@ def poisoned(*size, **options):
 torch.empty = poisoned
 results = []
 FORMS = (
-    "parallel 16x32x32 w4 s2", "parallel 32x32x64 w4 s2 tma", "parallel 16x64x32 w4 s2 swap", "parallel 16x64x64 w4 s2 tma swap",
-    "in-turn 32x64x64 w4 s2 tma", "in-turn 16x64x32 w4 s2",
+    "parallel 16x32x32 w4 s2",
+    "parallel 32x32x64 w4 s2 tma",
+    "parallel 16x64x32 w4 s2 swap",
+    "parallel 16x64x64 w4 s2 tma swap",
+    "in-turn 32x64x64 w4 s2 tma",
+    "in-turn 16x64x32 w4 s2",
 )
 
 
@@ -38,11 +42,24 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def record(name, found, exact, bound):
-    results.append({"name": name, "shape": list(found.shape), "beyond_bound": int((~((found.double() - exact).abs() <= bound)).sum())})
+    results.append(
+        {
+            "name": name,
+            "shape": list(found.shape),
+            "beyond_bound": int((~((found.double() - exact).abs() <= bound)).sum()),
+        }
+    )
 
 
 for dtype in (torch.float16, torch.float32):
-    for m, n, k, count in ((5, 70, 264, 2), (37, 100, 384, 3), (1, 64, 128, 1), (33, 65, 200, 2), (20, 65, 192, 1), (0, 5, 16, 1)):
+    for m, n, k, count in (
+        (5, 70, 264, 2),
+        (37, 100, 384, 3),
+        (1, 64, 128, 1),
+        (33, 65, 200, 2),
+        (20, 65, 192, 1),
+        (0, 5, 16, 1),
+    ):
         x, w, b = random(m, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
         exact = x.double() @ w.double().t() + b.double()
         size = x.double().abs() @ w.double().abs().t() + b.double().abs()
@@ -57,7 +74,9 @@ for m, n, k, count in ((5, 70, 272, 2), (37, 100, 384, 3), (1, 64, 128, 1), (33,
     size = x.abs().double() @ w.dequantize().abs().double().t()
     for form in FORMS:
         if "tma" not in form:
-            record("nvfp4", nvfp4.matmul(x, w, Config.parse(form), count, operand=tl.float32), exact, k * 2.0**-22 * size)
+            record(
+                "nvfp4", nvfp4.matmul(x, w, Config.parse(form), count, operand=tl.float32), exact, k * 2.0**-22 * size
+            )
 
 codes = pack(torch.arange(16, dtype=torch.uint8)).expand(254, 8).contiguous()
 scales = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -77,9 +96,18 @@ for count, columns in ((3, 40), (2, 1030), (1, 1)):
     rows_triton.sum_rows[(count,)](x, y, columns, float(columns), BLOCK=64)
     record("mean", y, x.double().mean(-1), 1e-6)
 generator = torch.Generator().manual_seed(0)
-for tokens, top_k, count, n, k, segments in ((1, 2, 4, 70, 128, 1), (40, 2, 3, 33, 200, 2), (9, 3, 3, 64, 64, 1), (0, 2, 4, 5, 16, 1)):
+for tokens, top_k, count, n, k, segments in (
+    (1, 2, 4, 70, 128, 1),
+    (40, 2, 3, 33, 200, 2),
+    (9, 3, 3, 64, 64, 1),
+    (0, 2, 4, 5, 16, 1),
+):
     x, w = random(tokens, k), random(count, n, k, seed=1)
-    experts = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, 2).long()
+    experts = (
+        torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)])
+        if tokens
+        else torch.zeros(0, 2).long()
+    )
     if tokens == 40:
         experts[:, 0] = 1  # one expert crowded over several blocks, pairs of one token with itself among them
     for block in (16, 32):

@@ -19,7 +19,7 @@ def order_by_rows(limit):
     def run(x):
         terms = (x * weight).unbind(1)
         total = terms[0].clone()
-        for term in terms[1:] if len(x) <= limit else (*terms[:0:-1], ):
+        for term in terms[1:] if len(x) <= limit else (*terms[:0:-1],):
             total = total + term
         return total.unsqueeze(1)
 
@@ -58,8 +58,13 @@ def test_one_that_fails_is_a_result_and_no_member(rows):
 
 
 def test_the_tuner_keeps_to_one_class(rows):
-    held = Classes(classify({"a": order_by_rows(99), "b": order_by_rows(99), "steps": order_by_rows(20), "other": order_by_rows(0)},
-                            rows, (1, 16, 32)))
+    held = Classes(
+        classify(
+            {"a": order_by_rows(99), "b": order_by_rows(99), "steps": order_by_rows(20), "other": order_by_rows(0)},
+            rows,
+            (1, 16, 32),
+        )
+    )
     (inside,) = held.of("a")
     assert held.members(inside) == ["a", "b"]
     assert fastest_inside(held, inside, {"a": 2.0, "b": 1.0, "steps": 0.1, "other": 0.1}) == "b"
@@ -73,12 +78,21 @@ def test_the_tuner_keeps_to_one_class(rows):
 
 def test_the_cpus_matmul_has_several_classes_and_tiles_have_one():
     x, w = (torch.randn(64, 576, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    held = Classes(classify({"F.linear": lambda r: F.linear(r, w), "tiles": lambda r: by_tiles(lambda t: F.linear(t, w), r)}, x, (1, 2, 16, 64)))
+    held = Classes(
+        classify(
+            {"F.linear": lambda r: F.linear(r, w), "tiles": lambda r: by_tiles(lambda t: F.linear(t, w), r)},
+            x,
+            (1, 2, 16, 64),
+        )
+    )
     assert len(held.of("F.linear")) > 1 and held.invariant("tiles")
 
 
 def test_the_widest_class_covers_the_most_row_counts():
-    runs = [dict(m=m, bit_class=name) for m, name in ((1, "a"), (1, "a"), (1, "a"), (1, "b"), (16, "b"), (64, ""), (16, "c"), (1, "c"), (16, "c"))]
+    runs = [
+        dict(m=m, bit_class=name)
+        for m, name in ((1, "a"), (1, "a"), (1, "a"), (1, "b"), (16, "b"), (64, ""), (16, "c"), (1, "c"), (16, "c"))
+    ]
     assert classes.widest_class(runs) == "c"
     assert classes.widest_class([dict(m=1, bit_class="")]) == ""
 
@@ -112,15 +126,19 @@ def test_no_size_that_fits_is_refused(rows):
 
 
 def test_a_rerun_replaces_its_own_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("batch_variance.kernels.recorded.gpu_columns", lambda: dict(
-        gpu="one", driver="1", torch="t", triton="r", commit="c", date="d"))
+    monkeypatch.setattr(
+        "batch_variance.kernels.recorded.gpu_columns",
+        lambda: dict(gpu="one", driver="1", torch="t", triton="r", commit="c", date="d"),
+    )
     for value in (4.0, 2.0):
         bench = Benchmark("gemm")
         bench.add("gemm", "invariant", "N1 K1", 1, "time", "us", value, 4.0)
         bench.add("gemm", "default", "N1 K1", int(value), "time", "us", 4.0, 4.0)
         bench.save(tmp_path)
     table = pd.read_csv(tmp_path / "gemm.csv")
-    assert list(table.columns) == list("benchmark kernel policy shape m metric unit value baseline ratio gpu driver torch triton commit date".split())
+    assert list(table.columns) == list(
+        "benchmark kernel policy shape m metric unit value baseline ratio gpu driver torch triton commit date".split()
+    )
     mine = table[table.policy == "invariant"]
     assert mine["value"].tolist() == [2.0] and mine.ratio.tolist() == [0.5]
     assert sorted(table[table.policy == "default"].m) == [2, 4]

@@ -20,10 +20,25 @@ from batch_variance.numerics.trees import matmul_tree
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 # (K, N, segments): K a multiple of the segment or not, of 8 or not (then no tensor descriptors), N odd.
-SHAPES = [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1480, 200, 3), (1001, 77, 2), (130, 64, 2), (40, 33, 1), (576, 64, 2)]
+SHAPES = [
+    (1024, 512, 1),
+    (1024, 512, 2),
+    (2048, 256, 4),
+    (1480, 200, 3),
+    (1001, 77, 2),
+    (130, 64, 2),
+    (40, 33, 1),
+    (576, 64, 2),
+]
 CONFIGS = [
-    "parallel 16x64x128 w4 s4 tma swap", "parallel 16x64x128 w4 s4 swap", "parallel 16x32x64 w4 s3", "parallel 64x64x64 w4 s4 tma",
-    "parallel 128x128x64 w8 s4 tma", "parallel 64x128x64 w4 s3", "in-turn 128x128x64 w4 s4 tma", "in-turn 128x256x64 w8 s3 tma",
+    "parallel 16x64x128 w4 s4 tma swap",
+    "parallel 16x64x128 w4 s4 swap",
+    "parallel 16x32x64 w4 s3",
+    "parallel 64x64x64 w4 s4 tma",
+    "parallel 128x128x64 w8 s4 tma",
+    "parallel 64x128x64 w4 s3",
+    "in-turn 128x128x64 w4 s4 tma",
+    "in-turn 128x256x64 w8 s3 tma",
     "in-turn 64x64x64 w4 s3",
 ]
 SHORT = tuple(m for m in SIZES if m <= 257)
@@ -71,7 +86,10 @@ def test_gemm_by_its_own_choice_keeps_a_row_among_shuffled_others():
     for K, N in ((4096, 4096), (7168, 2048)):
         x, w = random(64, K), random(N, K, seed=1)
         x[3], x[5, 0] = torch.nan, torch.inf
-        assert differing_rows(lambda rows: invariant.matmul(rows, w), x, (1, 2, 16, 17, 33, 65, 129, 600, 1500)) == (0, 2363)
+        assert differing_rows(lambda rows: invariant.matmul(rows, w), x, (1, 2, 16, 17, 33, 65, 129, 600, 1500)) == (
+            0,
+            2363,
+        )
 
 
 def test_gemm_segments_are_another_class():
@@ -98,13 +116,20 @@ def test_gemm_replayed_in_graphs_side_by_side_gives_the_eager_bits():
 
 
 NVFP4_CONFIGS = [
-    "parallel 16x64x128 w4 s4 swap", "parallel 16x32x128 w4 s4", "parallel 64x64x64 w4 s3 swap", "parallel 128x128x64 w8 s3 swap",
-    "in-turn 64x128x64 w8 s3 swap", "in-turn 128x128x64 w8 s3", "in-turn 64x64x32 w4 s3",
+    "parallel 16x64x128 w4 s4 swap",
+    "parallel 16x32x128 w4 s4",
+    "parallel 64x64x64 w4 s3 swap",
+    "parallel 128x128x64 w8 s3 swap",
+    "in-turn 64x128x64 w8 s3 swap",
+    "in-turn 128x128x64 w8 s3",
+    "in-turn 64x64x32 w4 s3",
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K,N,count", [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1488, 200, 3), (80, 33, 1), (208, 64, 2)])
+@pytest.mark.parametrize(
+    "K,N,count", [(1024, 512, 1), (1024, 512, 2), (2048, 256, 4), (1488, 200, 3), (80, 33, 1), (208, 64, 2)]
+)
 def test_nvfp4_is_one_class_accurate_and_written(K, N, count, dtype, monkeypatch):
     empty = torch.empty
     poisoned = lambda *a, **kw: empty(*a, **kw).fill_(torch.nan)  # noqa: E731
@@ -134,7 +159,9 @@ def test_the_gemms_tree_is_one_over_rows_and_forms_and_that_of_its_design(count)
 
     def tree(rows, name=None):
         config = Config.parse(name) if name else None
-        return matmul_tree(lambda x, w: invariant.matmul(x, w, config=config, count=count), rows, N, K, torch.bfloat16, "cuda")
+        return matmul_tree(
+            lambda x, w: invariant.matmul(x, w, config=config, count=count), rows, N, K, torch.bfloat16, "cuda"
+        )
 
     found = tree(1)
     assert {tree(rows) for rows in (16, 64, 300, 1000)} == {found}
@@ -177,7 +204,11 @@ def test_experts_are_one_class_over_rows_and_blocks_and_the_plain_gemms(K, N, co
 @pytest.mark.parametrize("columns", [1, 40, 1024, 5000])
 def test_row_reductions(columns, dtype):
     x = random(40, columns, dtype=dtype)
-    truth = {rows.softmax: x.double().softmax(-1), rows.log_softmax: x.double().log_softmax(-1), rows.mean: x.double().mean(-1)}
+    truth = {
+        rows.softmax: x.double().softmax(-1),
+        rows.log_softmax: x.double().log_softmax(-1),
+        rows.mean: x.double().mean(-1),
+    }
     for operation, exact in truth.items():
         assert ((operation(x).double() - exact).abs() <= 4 * torch.finfo(dtype).eps * (1 + exact.abs())).all()
         assert differing_rows(lambda part: operation(part).view(len(part), -1), x, SHORT)[0] == 0
@@ -188,7 +219,13 @@ def test_row_reductions(columns, dtype):
 
 def test_a_model_under_the_invariant_kernels():
     torch.manual_seed(0)
-    parts = [torch.nn.Linear(1024, 2048), torch.nn.SiLU(), torch.nn.Linear(2048, 1024), torch.nn.RMSNorm(1024), torch.nn.Linear(1024, 512)]
+    parts = [
+        torch.nn.Linear(1024, 2048),
+        torch.nn.SiLU(),
+        torch.nn.Linear(2048, 1024),
+        torch.nn.RMSNorm(1024),
+        torch.nn.Linear(1024, 512),
+    ]
     model = torch.nn.Sequential(*parts, torch.nn.LogSoftmax(-1)).bfloat16().cuda()
     x, used = random(64, 1024), InvariantKernels()
 

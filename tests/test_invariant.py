@@ -1,4 +1,5 @@
-"""Notebook 05's study: what it finds on this CPU, what it says without and with recorded tables, and the bench command."""
+"""Notebook 05's study: what it finds on this CPU, what it says without and with recorded tables, and the bench
+command."""
 
 import pandas as pd
 import pytest
@@ -12,7 +13,19 @@ from batch_variance.reporting.plots import invariant as plots
 from batch_variance.studies import engine_bench
 from batch_variance.studies import invariant as study
 
-GOOD = dict(features=96, outputs=64, sizes=[1, 2, 4, 17, 64], tree_terms=48, tree_sizes=[1, 64], split_lengths=[768, 2048, 2048], split_rule="free-4", split_parts=8, error_rows=64, seed=0, device="cpu")
+GOOD = dict(
+    features=96,
+    outputs=64,
+    sizes=[1, 2, 4, 17, 64],
+    tree_terms=48,
+    tree_sizes=[1, 64],
+    split_lengths=[768, 2048, 2048],
+    split_rule="free-4",
+    split_parts=8,
+    error_rows=64,
+    seed=0,
+    device="cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +33,22 @@ def p():
     return study.Parameters(**GOOD)
 
 
-@pytest.mark.parametrize("change,word", [
-    ({"features": 0}, "1 or more"), ({"sizes": [4]}, "two row counts"), ({"sizes": [0, 2]}, "1 or more"), ({"tree_terms": 4}, "8 to 512"),
-    ({"tree_sizes": [3, 3]}, "two row counts"), ({"error_rows": -1}, "1 or more"), ({"split_lengths": [100, 200]}, "128 to 4096"), ({"split_lengths": [1024]}, "two lengths"),
-    ({"split_rule": "flash"}, "unknown"), ({"split_parts": 0}, "1 or more"), ({"rows": 3}, "rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,word",
+    [
+        ({"features": 0}, "1 or more"),
+        ({"sizes": [4]}, "two row counts"),
+        ({"sizes": [0, 2]}, "1 or more"),
+        ({"tree_terms": 4}, "8 to 512"),
+        ({"tree_sizes": [3, 3]}, "two row counts"),
+        ({"error_rows": -1}, "1 or more"),
+        ({"split_lengths": [100, 200]}, "128 to 4096"),
+        ({"split_lengths": [1024]}, "two lengths"),
+        ({"split_rule": "flash"}, "unknown"),
+        ({"split_parts": 0}, "1 or more"),
+        ({"rows": 3}, "rows"),
+    ],
+)
 def test_parameters_are_checked(change, word):
     with pytest.raises(BadInput, match=word):
         study.Parameters.checked({**GOOD, **change})
@@ -106,23 +130,54 @@ def test_without_recorded_tables_it_says_so(tables):
 
 def test_recorded_tables_are_read(tables):
     where = dict(gpu="G", driver="1", torch="t", triton="r", commit="c", date="d")
-    rows = [dict(benchmark="gemm", kernel="gemm", policy=policy, shape="N1 K1", m=m, metric="time", unit="us", value=v, baseline=2.0, ratio=v / 2, **where)
-            for policy, m, v in (("default", 1, 2.0), ("invariant", 1, 1.0), ("invariant", 16, 4.0))]
+    rows = [
+        dict(
+            benchmark="gemm",
+            kernel="gemm",
+            policy=policy,
+            shape="N1 K1",
+            m=m,
+            metric="time",
+            unit="us",
+            value=v,
+            baseline=2.0,
+            ratio=v / 2,
+            **where,
+        )
+        for policy, m, v in (("default", 1, 2.0), ("invariant", 1, 1.0), ("invariant", 16, 4.0))
+    ]
     pd.DataFrame(rows).to_csv(tables / "gemm.csv", index=False)
     frame = study.recorded_ratios("gemm")
     assert frame.ratio.tolist() == [0.5, 2.0]
-    assert "1.000 times" in study.cost_sentence("gemm", frame) and "at worst 2.00 (m = 16, N1 K1)" in study.cost_sentence("gemm", frame)
+    assert "1.000 times" in study.cost_sentence(
+        "gemm", frame
+    ) and "at worst 2.00 (m = 16, N1 K1)" in study.cost_sentence("gemm", frame)
     assert plots.ratios(frame, "the library").axes
-    kinds = [("library", 1, "a"), ("library", 64, "b"), ("invariant", 1, "c"), ("invariant", 64, "c"), ("x", 1, "c"), ("x", 64, "c"), ("y", 64, "c")]
-    pd.DataFrame([dict(kernel="gemm", shape="N1 K1", candidate=n, m=m, bit_class=k, rows_moved=0, failure="", **where) for n, m, k in kinds]).to_csv(
-        tables / "gemm_classes.csv", index=False)
+    kinds = [
+        ("library", 1, "a"),
+        ("library", 64, "b"),
+        ("invariant", 1, "c"),
+        ("invariant", 64, "c"),
+        ("x", 1, "c"),
+        ("x", 64, "c"),
+        ("y", 64, "c"),
+    ]
+    pd.DataFrame(
+        [
+            dict(kernel="gemm", shape="N1 K1", candidate=n, m=m, bit_class=k, rows_moved=0, failure="", **where)
+            for n, m, k in kinds
+        ]
+    ).to_csv(tables / "gemm_classes.csv", index=False)
     verdict = study.recorded_class_verdict(study.recorded_classes())
     assert verdict["kept"].events == verdict["kept"].trials == 1 and verdict["default_classes"] == [2]
     assert verdict["default_varies"] and verdict["ran"] and verdict["no_row_moved"] and verdict["configurations"] == 2
     assert study.recorded_on(study.recorded_classes()).startswith("G, driver 1")
 
 
-@pytest.mark.parametrize("arguments,word", [(["nothing"], "unknown"), (["gemm", "--budget-seconds", "0"], "no time"), (["gemm"], "no usable GPU")])
+@pytest.mark.parametrize(
+    "arguments,word",
+    [(["nothing"], "unknown"), (["gemm", "--budget-seconds", "0"], "no time"), (["gemm"], "no usable GPU")],
+)
 def test_bench_refuses(arguments, word):
     if torch.cuda.is_available() and word == "no usable GPU":
         pytest.skip("there is a GPU")
@@ -137,7 +192,9 @@ def test_the_engine_benchs_model_keeps_texts_on_invariant_kernels():
     from batch_variance.kernels.nvfp4 import policy
     from batch_variance.kernels.sets import EmulatedKernels
 
-    shape = replace(engine_bench.SHAPE, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=64)
+    shape = replace(
+        engine_bench.SHAPE, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=64
+    )
     weights = engine_bench.random_weights(shape, "cpu", torch.float32)
     config = EngineConfig(max_rows=64, max_length=128, page=16, ignore_eos=True, split_rule="free-4", split_block=16)
     model = Model(weights, EmulatedKernels(), policy("default"))

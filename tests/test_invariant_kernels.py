@@ -1,4 +1,5 @@
-"""The invariant kernels in the interpreter (what they compute), their configurations, and their use under a torch model."""
+"""The invariant kernels in the interpreter (what they compute), their configurations, and their use under a torch
+model."""
 
 import json
 import os
@@ -23,14 +24,22 @@ from batch_variance.kernels.use import InvariantKernels
 @pytest.fixture(scope="module")
 def results():
     pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("invariant_interpreted.py"))], capture_output=True, text=True,
-                          timeout=240, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("invariant_interpreted.py"))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_result_is_written_and_close_to_float64(results):
-    counts = {name: sum(r["name"] == name for r in results) for name in ("gemm", "nvfp4", "every code", "softmax", "mean", "moe")}
+    counts = {
+        name: sum(r["name"] == name for r in results)
+        for name in ("gemm", "nvfp4", "every code", "softmax", "mean", "moe")
+    }
     assert counts == {"gemm": 72, "nvfp4": 15, "every code": 3, "softmax": 6, "mean": 3, "moe": 8}
     assert not [r for r in results if r.get("beyond_bound")]
     assert sum(r.get("shape") == [0, 5] for r in results) == 15
@@ -41,8 +50,11 @@ def test_softmax_passes_nan_and_infinities_on_as_torch_does(results):
 
 
 def test_importing_needs_no_triton():
-    code = ("import sys; sys.modules['triton'] = None; import batch_variance.kernels.use, batch_variance.kernels.gemm.invariant, "
-            "batch_variance.kernels.nvfp4.invariant, batch_variance.kernels.command, batch_variance.kernels.gemm.bench")
+    code = (
+        "import sys; sys.modules['triton'] = None; import batch_variance.kernels.use; "
+        "import batch_variance.kernels.gemm.invariant, "
+        "batch_variance.kernels.nvfp4.invariant, batch_variance.kernels.command, batch_variance.kernels.gemm.bench"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -52,7 +64,10 @@ def test_a_configuration_is_its_text(text):
     assert str(Config.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "parallel 16x64 w4 s4", "serial 16x64x64 w4 s4", "parallel 16x64x96 w4 s4", "parallel 16x64x64 w4 s4 fast"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "parallel 16x64 w4 s4", "serial 16x64x64 w4 s4", "parallel 16x64x96 w4 s4", "parallel 16x64x64 w4 s4 fast"],
+)
 def test_other_text_is_refused(text):
     with pytest.raises(BadInput, match="no configuration"):
         Config.parse(text)
@@ -75,11 +90,17 @@ def test_every_row_count_has_a_configuration():
         assert configuration(m, 4096, 4096).block_m >= 16
 
 
-@pytest.mark.parametrize("x,w,b", [
-    (torch.zeros(3, 4), torch.zeros(5, 6), None), (torch.zeros(3), torch.zeros(5, 3), None), (torch.zeros(3, 4), torch.zeros(5, 4).half(), None),
-    (torch.zeros(3, 4).double(), torch.zeros(5, 4).double(), None), (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(4)),
-    (torch.zeros(3, 4), torch.zeros(0, 4), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "x,w,b",
+    [
+        (torch.zeros(3, 4), torch.zeros(5, 6), None),
+        (torch.zeros(3), torch.zeros(5, 3), None),
+        (torch.zeros(3, 4), torch.zeros(5, 4).half(), None),
+        (torch.zeros(3, 4).double(), torch.zeros(5, 4).double(), None),
+        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(4)),
+        (torch.zeros(3, 4), torch.zeros(0, 4), None),
+    ],
+)
 def test_misfits_are_refused(x, w, b):
     pytest.importorskip("triton")
     with pytest.raises(BadInput):
@@ -90,8 +111,12 @@ def test_misfits_are_refused(x, w, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_reductions_keep_rows_apart_and_agree_with_float64(operation, dtype):
     x = torch.randn(40, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
-    exact = {"softmax": lambda t: t.softmax(-1), "log_softmax": lambda t: t.log_softmax(-1), "mean": lambda t: t.mean(-1),
-             "row_sum": lambda t: t.sum(-1)}[operation.__name__](x.double())
+    exact = {
+        "softmax": lambda t: t.softmax(-1),
+        "log_softmax": lambda t: t.log_softmax(-1),
+        "mean": lambda t: t.mean(-1),
+        "row_sum": lambda t: t.sum(-1),
+    }[operation.__name__](x.double())
     size = exact.abs() if "softmax" in operation.__name__ else x.double().abs().sum(-1)
     assert ((operation(x).double() - exact).abs() <= 4 * torch.finfo(dtype).eps * (1 + size)).all()
     if operation is rows.mean:
@@ -157,8 +182,14 @@ def test_misrouted_experts_are_refused():
 def _model(dtype):
     torch.manual_seed(0)
     parts = torch.nn
-    return parts.Sequential(parts.Linear(576, 576), parts.SiLU(), parts.Linear(576, 192, bias=False), parts.RMSNorm(192), parts.Linear(192, 50),
-                            parts.LogSoftmax(-1)).to(dtype)  # fmt: skip
+    return parts.Sequential(
+        parts.Linear(576, 576),
+        parts.SiLU(),
+        parts.Linear(576, 192, bias=False),
+        parts.RMSNorm(192),
+        parts.Linear(192, 50),
+        parts.LogSoftmax(-1),
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,7 +206,9 @@ def test_a_model_under_the_invariant_kernels_keeps_a_row_in_every_batch(dtype):
         assert differing_rows(run, x, (1, 2, 3, 16, 33)) == (0, 55)
         assert (run(x).float() - default.float()).abs().max() < (0.1 if dtype == torch.bfloat16 else 1e-4)
     report = used.report().set_index("operation").treatment
-    assert report["aten.addmm.default"] == report["aten.mm.default"] == report["aten._log_softmax.default"] == "replaced"
+    assert (
+        report["aten.addmm.default"] == report["aten.mm.default"] == report["aten._log_softmax.default"] == "replaced"
+    )
     assert report["aten.silu.default"] == "replaced" and report["aten.mul.Tensor"] == "cannot mix rows"
     assert used.left_alone == [] and "replaced" in used.claim()
 
@@ -212,4 +245,6 @@ def test_what_is_not_covered_is_named_and_no_claim_is_made():
 def test_the_registered_operation_is_the_function():
     x, w, b = torch.randn(3, 4, 32), torch.randn(8, 32), torch.randn(8)
     assert torch.equal(torch.ops.batch_variance.linear(x, w, b), use.linear(x, w, b))
-    assert torch.compile(lambda t: torch.ops.batch_variance.linear(t, w, b), backend="eager", fullgraph=True)(x).shape == (3, 4, 8)
+    assert torch.compile(lambda t: torch.ops.batch_variance.linear(t, w, b), backend="eager", fullgraph=True)(
+        x
+    ).shape == (3, 4, 8)

@@ -9,14 +9,24 @@ from hypothesis import strategies as st
 from batch_variance.common import BadInput
 from batch_variance.kernels.tiles import by_tiles
 from batch_variance.numerics.trees import (
-    Tree, folded_leaves, lanes, matmul_tree, pairwise, reduction_tree, reveal, segmented, sequential, units_for,
+    Tree,
+    folded_leaves,
+    lanes,
+    matmul_tree,
+    pairwise,
+    reduction_tree,
+    reveal,
+    segmented,
+    sequential,
+    units_for,
 )
 
 FLOAT32 = units_for(torch.float32)
 
 
 def tensor_core(products: torch.Tensor, segment: int, way: int, kept_bits: int = 25) -> torch.Tensor:
-    """[P, n] float64 products to [P] sums: ``way`` products and the accumulator aligned to the largest, cut off below it."""
+    """[P, n] float64 products to [P] sums: ``way`` products and the accumulator aligned to the largest, cut off
+    below it."""
 
     def chain(part):
         total = part.new_zeros(len(part))
@@ -103,8 +113,12 @@ def test_torch_sum_evaluated_by_its_tree_has_its_bits(rows, n):
 
 
 def test_one_dtype_more_than_its_digits_can_count():
-    assert reduction_tree(lambda x: sequential(300).evaluate(x.float()).to(x.dtype), 300, 300, torch.bfloat16) == sequential(300)
-    assert reduction_tree(lambda x: lanes(2100, 8).evaluate(x.float()).to(x.dtype), 2100, 2100, torch.float16) == lanes(2100, 8)
+    assert reduction_tree(
+        lambda x: sequential(300).evaluate(x.float()).to(x.dtype), 300, 300, torch.bfloat16
+    ) == sequential(300)
+    assert reduction_tree(lambda x: lanes(2100, 8).evaluate(x.float()).to(x.dtype), 2100, 2100, torch.float16) == lanes(
+        2100, 8
+    )
 
 
 def test_the_cpus_matmul_changes_its_tree_with_the_row_count_and_tiles_do_not():
@@ -130,7 +144,10 @@ def test_a_compensated_sum_shows_its_order_and_other_bits():
 
 
 def test_unequal_trees_and_unequal_bits_go_together():
-    x, w = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), torch.randn(128, 96, generator=torch.Generator().manual_seed(1))
+    x, w = (
+        torch.randn(64, 96, generator=torch.Generator().manual_seed(0)),
+        torch.randn(128, 96, generator=torch.Generator().manual_seed(1)),
+    )
     trees = {M: matmul_tree(F.linear, M, 128, 96) for M in (1, 64)}
     assert trees[1] != trees[64]
     assert not torch.equal(torch.cat([F.linear(x[i : i + 1], w) for i in range(64)]), F.linear(x, w))

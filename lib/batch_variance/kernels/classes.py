@@ -20,7 +20,37 @@ from ..common.provenance import gpu_columns
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 # Row counts at which kernels are known to be chosen anew lie at and just beside multiples and powers of a tile.
-SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 96, 127, 128, 129, 192, 256, 257, 512, 1024)
+SIZES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    24,
+    31,
+    32,
+    33,
+    47,
+    48,
+    63,
+    64,
+    65,
+    96,
+    127,
+    128,
+    129,
+    192,
+    256,
+    257,
+    512,
+    1024,
+)
 
 
 def bit_name(tensor: torch.Tensor) -> str:
@@ -41,7 +71,10 @@ def watched_rows(count: int) -> int:
 
 
 def classify(
-    candidates: Mapping[str, Operation], rows: torch.Tensor, sizes: Iterable[int] = SIZES, seek: bool = False,
+    candidates: Mapping[str, Operation],
+    rows: torch.Tensor,
+    sizes: Iterable[int] = SIZES,
+    seek: bool = False,
 ) -> pd.DataFrame:
     """Run every candidate over the first M of ``rows``, for every M, and name the bits that the watched rows get.
 
@@ -49,7 +82,8 @@ def classify(
     sizes: values of M, those above R left out. seek: where the name changes between two sizes, halve the gap until
     the row count at which it changes is known. Returns a row a (candidate, m): candidate, m, bit_class, rows_moved
     (rows that changed bits when all rows were shuffled), not_finite, failure (why the candidate did not run, or "").
-    The watched rows are the first eight: at M below eight each is run as row 0 of its own batch, M - 1 others beside it.
+    The watched rows are the first eight: at M below eight each is run as row 0 of its own batch, M - 1 others beside
+    it.
     """
     usable = sorted({m for m in sizes if 1 <= m <= len(rows)})
     if not usable:
@@ -80,7 +114,12 @@ def _one(operation: Operation, rows: torch.Tensor, m: int) -> dict:
             out, mine = outs[0], torch.stack([o[0] for o in outs])
         order = torch.randperm(m, generator=torch.Generator().manual_seed(m)).to(rows.device)
         moved = int((~_same_bits(operation(rows[:m][order]), out[order])).sum())
-        return {"bit_class": bit_name(mine), "rows_moved": moved, "not_finite": int((~out.isfinite()).sum()), "failure": ""}
+        return {
+            "bit_class": bit_name(mine),
+            "rows_moved": moved,
+            "not_finite": int((~out.isfinite()).sum()),
+            "failure": "",
+        }
     except Exception as error:  # noqa: BLE001 - a configuration that does not fit the device is a result
         why = (str(error) or repr(error)).splitlines()[0]
         return {"bit_class": "", "rows_moved": 0, "not_finite": 0, "failure": f"{type(error).__name__}: {why}"[:160]}
@@ -102,7 +141,9 @@ class Classes:
     def invariant(self, candidate: str) -> bool:
         """Whether the candidate ran at every size, in one class, and no row moved when the rows were shuffled."""
         mine = self.frame[self.frame.candidate == candidate]
-        return bool(len(mine) and (mine.failure == "").all() and mine.bit_class.nunique() == 1 and not mine.rows_moved.any())
+        return bool(
+            len(mine) and (mine.failure == "").all() and mine.bit_class.nunique() == 1 and not mine.rows_moved.any()
+        )
 
     def members(self, bit_class: str) -> list[str]:
         """Invariant candidates in that class, in the order tried."""
@@ -112,12 +153,15 @@ class Classes:
     def require(self, candidate: str, bit_class: str) -> None:
         """Raises BadInput where the candidate is not proved to be in the class."""
         if candidate not in self.members(bit_class):
-            raise BadInput(f"{candidate!r} is outside class {bit_class} ({', '.join(sorted(self.of(candidate)))}): "
-                           "it would change bits, so the autotuner may not choose it.")
+            raise BadInput(
+                f"{candidate!r} is outside class {bit_class} ({', '.join(sorted(self.of(candidate)))}): "
+                "it would change bits, so the autotuner may not choose it."
+            )
 
 
 def fastest_inside(classes: Classes, bit_class: str, seconds: Mapping[str, float]) -> str:
-    """The fastest candidate of a class. seconds: time a candidate. Raises BadInput where the class has none that was timed."""
+    """The fastest candidate of a class. seconds: time a candidate. Raises BadInput where the class has none that was
+    timed."""
     allowed = [name for name in classes.members(bit_class) if name in seconds]
     if not allowed:
         raise BadInput(f"class {bit_class} has no candidate that was timed: classify and time at least one.")
@@ -127,8 +171,19 @@ def fastest_inside(classes: Classes, bit_class: str, seconds: Mapping[str, float
 def cached(operation: str, shape: str, candidates: Mapping[str, Operation], rows: torch.Tensor, **options) -> Classes:
     """`classify`, remembered by operation, shape, candidates, input bits, options, device and versions."""
     place = {k: v for k, v in gpu_columns().items() if k not in ("commit", "date")}
-    key = json.dumps([operation, shape, sorted(candidates), bit_name(rows), sorted(options.items()), str(rows.device),
-                      torch.get_num_threads(), place], default=str)
+    key = json.dumps(
+        [
+            operation,
+            shape,
+            sorted(candidates),
+            bit_name(rows),
+            sorted(options.items()),
+            str(rows.device),
+            torch.get_num_threads(),
+            place,
+        ],
+        default=str,
+    )
     path = cache_folder() / "classes" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     if path.exists():
         return Classes(pd.DataFrame(json.loads(path.read_text())["rows"]))

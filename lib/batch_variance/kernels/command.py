@@ -1,4 +1,5 @@
-"""``batch-variance bench gemm|nvfp4|decode|engine``: time the invariant kernels against the default ones and record it."""
+"""``batch-variance bench gemm|nvfp4|decode|engine``: time the invariant kernels against the default ones and record
+it."""
 
 import importlib
 from pathlib import Path
@@ -19,7 +20,9 @@ BENCHMARKS = {
 @click.command()
 @click.argument("benchmark", metavar="gemm|nvfp4|decode|engine")
 @click.option("--budget-seconds", default=200.0, show_default=True, help="Stop tuning in time to finish within this.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]"
+)
 def bench(benchmark, budget_seconds, out):
     """Time invariant kernels against the default ones on this GPU.
 

@@ -17,12 +17,25 @@ class Benchmark:
     def __init__(self, name: str):
         self.name, self.where, self.rows = name, gpu_columns(), []
 
-    def add(self, kernel: str, policy: str, shape: str, m: int, metric: str, unit: str, value: float, baseline: float) -> None:
+    def add(
+        self, kernel: str, policy: str, shape: str, m: int, metric: str, unit: str, value: float, baseline: float
+    ) -> None:
         """One figure. policy: ``default``, or begins with ``invariant``; baseline: the default's value in this run."""
         ratio = round(value / baseline, 4) if baseline else float("nan")
         figures = dict(value=round(value, 4), baseline=round(baseline, 4), ratio=ratio)
-        self.rows.append(dict(benchmark=self.name, kernel=kernel, policy=policy, shape=shape, m=m, metric=metric, unit=unit,
-                              **figures, **self.where))
+        self.rows.append(
+            dict(
+                benchmark=self.name,
+                kernel=kernel,
+                policy=policy,
+                shape=shape,
+                m=m,
+                metric=metric,
+                unit=unit,
+                **figures,
+                **self.where,
+            )
+        )
 
     def save(self, folder: Path) -> Path:
         """Write ``<name>.csv`` in the folder: rows of an earlier run stay where this run has none of the same key."""

@@ -1,10 +1,10 @@
 """Putting the invariant kernels under a torch model, and saying what that covers.
 
 `InvariantKernels` watches every operation that torch dispatches inside a ``with`` block. Matrix products, softmax,
-log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose vector and scalar
-forms differ and whose share of each depends on the batch. Operations that work value by value, move values or look them up
-cannot mix rows and are let through; all others are let through too and reported as left alone. `claim` refuses to speak for a
-model in which any was left alone.
+log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose vector and
+scalar forms differ and whose share of each depends on the batch. Operations that work value by value, move values or
+look them up cannot mix rows and are let through; all others are let through too and reported as left alone. `claim`
+refuses to speak for a model in which any was left alone.
 """
 
 from collections import Counter
@@ -21,18 +21,82 @@ from .tiles import by_tiles
 aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOVES = {
-    "embedding", "index", "index_select", "gather", "cat", "stack", "clone", "copy_", "_to_copy", "constant_pad_nd", "repeat",
-    "empty", "empty_like", "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_empty", "new_full",
-    "new_ones", "arange", "scalar_tensor", "lift_fresh", "fill_", "zero_", "slice_scatter", "index_put_", "scatter", "topk", "argmax", "max",
-    "amax", "sort", "_local_scalar_dense", "tril", "triu", "masked_fill_", "empty_strided", "split_with_sizes", "detach", "roll", "flip", "any",
-    "all", "is_nonzero", "_unsafe_view", "resize_", "_reshape_copy", "unbind", "equal", "eye",
-}  # fmt: skip
+    "embedding",
+    "index",
+    "index_select",
+    "gather",
+    "cat",
+    "stack",
+    "clone",
+    "copy_",
+    "_to_copy",
+    "constant_pad_nd",
+    "repeat",
+    "empty",
+    "empty_like",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "full",
+    "full_like",
+    "new_zeros",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "arange",
+    "scalar_tensor",
+    "lift_fresh",
+    "fill_",
+    "zero_",
+    "slice_scatter",
+    "index_put_",
+    "scatter",
+    "topk",
+    "argmax",
+    "max",
+    "amax",
+    "sort",
+    "_local_scalar_dense",
+    "tril",
+    "triu",
+    "masked_fill_",
+    "empty_strided",
+    "split_with_sizes",
+    "detach",
+    "roll",
+    "flip",
+    "any",
+    "all",
+    "is_nonzero",
+    "_unsafe_view",
+    "resize_",
+    "_reshape_copy",
+    "unbind",
+    "equal",
+    "eye",
+}
 # Of these a CPU computes full vectors by one approximation and the rest of a thread's share by another.
-_APPROXIMATED = {"silu", "sigmoid", "exp", "gelu", "tanh", "log", "sin", "cos", "softplus", "erf", "expm1", "log1p", "mish"}
+_APPROXIMATED = {
+    "silu",
+    "sigmoid",
+    "exp",
+    "gelu",
+    "tanh",
+    "log",
+    "sin",
+    "cos",
+    "softplus",
+    "erf",
+    "expm1",
+    "log1p",
+    "mish",
+}
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + b, row-invariant: [..., N] from x [..., K], weight [N, K], bias [N]. On CUDA the invariant GEMM, on a CPU tiles."""
+    """x W^T + b, row-invariant: [..., N] from x [..., K], weight [N, K], bias [N]. On CUDA the invariant GEMM, on a
+    CPU tiles."""
     flat = x.reshape(-1, x.shape[-1])
     if x.device.type == "cuda":
         from .gemm.invariant import matmul
@@ -55,7 +119,11 @@ def _(x, weight, bias=None):
 
 
 def _usable(*tensors: torch.Tensor) -> bool:
-    return len({(t.dtype, t.device) for t in tensors}) == 1 and tensors[0].dtype in _FLOATS and not any(0 in t.shape for t in tensors)
+    return (
+        len({(t.dtype, t.device) for t in tensors}) == 1
+        and tensors[0].dtype in _FLOATS
+        and not any(0 in t.shape for t in tensors)
+    )
 
 
 def _mm(a, b):
@@ -128,7 +196,8 @@ def _cannot_mix_rows(func, args) -> bool:
 
 
 class InvariantKernels(TorchDispatchMode):
-    """``with InvariantKernels() as used: model(...)``. For inference: gradients do not flow through the replacements."""
+    """``with InvariantKernels() as used: model(...)``. For inference: gradients do not flow through the
+    replacements."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +228,9 @@ class InvariantKernels(TorchDispatchMode):
         if not self.calls:
             raise BadInput("no operation ran under the invariant kernels: run the model inside the with block.")
         if self.left_alone:
-            raise BadInput(f"batch invariance cannot be claimed: {', '.join(self.left_alone)} may depend on the batch and "
-                           "was left alone.")
+            raise BadInput(
+                f"batch invariance cannot be claimed: {', '.join(self.left_alone)} may depend on the batch and "
+                "was left alone."
+            )
         replaced = sum(calls for (_, how), calls in self.calls.items() if how == "replaced")
         return f"{replaced} of {self.calls.total()} calls were replaced, and the others cannot mix rows."

@@ -3,11 +3,11 @@
 A sum of n terms is a tree whose leaves are the terms. Put +big in term i, -big in term j and one small unit in every
 other: what meets big before the two cancel is absorbed, what comes later survives, so the sum counts the leaves outside
 the smallest subtree that holds both i and j. From such counts the tree follows, nodes of many operands (a tensor core
-adds 8 or 16 products and its accumulator at once) included. The method was published as FPRev (Xie, Gao, Xue:
-"FPRev: revealing floating-point accumulation order", 2024). Many probes go into one call, in the kernel's other
-dimensions, so that the shape under test is the shape that runs.
+adds 8 or 16 products and its accumulator at once) included. The method was published as FPRev (Xie and others, 2024).
+Many probes go into one call, in the kernel's other dimensions, so that the shape under test is the shape that runs.
 
-Equal trees give equal bits for all inputs, if the steps are the same operation; unequal ones show where an order changed.
+Equal trees give equal bits for all inputs, if the steps are the same operation; unequal ones show where an order
+changed.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ class Tree:
     """leaves: terms; nodes: children of each internal node, which is numbered on from the leaves.
 
     Canonical, so that trees are equal if and only if they add the same terms in the same order (operands of one
-    addition may change places): children ascend by their smallest leaf, nodes by size and smallest leaf. The last is the root.
+    addition may change places): children ascend by their smallest leaf, nodes by size and smallest leaf. The last is
+    the root.
     """
 
     leaves: int
@@ -40,7 +41,8 @@ class Tree:
         Raises BadInput where a leaf is missing or comes twice."""
         children: list[tuple[int, ...]] = []
         seen: list[int] = []
-        # An explicit stack, for a sequential sum is as deep as it is long. Internal nodes are numbered -1, -2, ... first.
+        # An explicit stack, for a sequential sum is as deep as it is long. Internal nodes are numbered -1, -2, ...
+        # first.
         results: list[list[int]] = [[]]
         stack: list[tuple[str, object]] = [("visit", nested)]
         while stack:
@@ -73,7 +75,9 @@ class Tree:
             size[node] = sum(size[part] for part in parts)
         order = sorted(children, key=lambda node: (size[node], least[node]))
         number = {leaf: leaf for leaf in range(leaves)} | {node: leaves + place for place, node in enumerate(order)}
-        return cls(leaves, tuple(tuple(number[p] for p in sorted(children[node], key=least.__getitem__)) for node in order))
+        return cls(
+            leaves, tuple(tuple(number[p] for p in sorted(children[node], key=least.__getitem__)) for node in order)
+        )
 
     @cached_property
     def name(self) -> str:
@@ -124,7 +128,8 @@ class Tree:
     def evaluate(self, terms: torch.Tensor, add: Callable = torch.add) -> torch.Tensor:
         """The sum of terms [..., leaves] in this order, two operands at a time in the order of a node's children.
 
-        For trees of two-operand nodes that is the kernel's own arithmetic; a tensor core's wide nodes round differently.
+        For trees of two-operand nodes that is the kernel's own arithmetic; a tensor core's wide nodes round
+        differently.
         """
         values = list(terms.unbind(-1))
         for parts in self.nodes:
@@ -216,8 +221,8 @@ def segmented(n: int, segment: int, way: int = 1) -> Tree:
 
 @dataclass(frozen=True)
 class Units:
-    """The probes' values in one dtype: big absorbs every sum of units; capacity: the largest count that the output holds
-    exactly."""
+    """The probes' values in one dtype: big absorbs every sum of units; capacity: the largest count that the output
+    holds exactly."""
 
     big: float
     unit: float
@@ -231,7 +236,9 @@ def units_for(inputs: torch.dtype, output: torch.dtype | None = None) -> Units:
     """
     output = output or inputs
     if inputs not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise BadInput(f"operands of {inputs} cannot hold a probe's values: give float64, float32, bfloat16 or float16.")
+        raise BadInput(
+            f"operands of {inputs} cannot hold a probe's values: give float64, float32, bfloat16 or float16."
+        )
     digits = round(-np.log2(torch.finfo(output).eps)) + 1
     if inputs == torch.float16:
         return Units(2.0**15, 2.0**-24, 1 << min(digits, 11) if output == torch.float16 else 1 << 14)
@@ -242,8 +249,8 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
     """The tree of an n-term sum. sums: float64 probes [P, n] of 0, unit and plus or minus big, to the P sums [P].
 
     Adaptive: a sequential or balanced sum takes some n log n probes, n^2 / 2 at worst. Raises BadInput where the counts
-    fit no tree: an order that changes between calls or places, or a big that does not absorb. A compensated sum shows the
-    order of its terms, not its corrections: hold `Tree.evaluate` against the kernel's bits to tell.
+    fit no tree: an order that changes between calls or places, or a big that does not absorb. A compensated sum
+    shows the order of its terms, not its corrections: hold `Tree.evaluate` against the kernel's bits to tell.
     """
     if n < 1:
         raise BadInput(f"{n} terms have no order of additions: give 1 or more.")
@@ -260,7 +267,10 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
             counts = sums(probes).double().cpu() / units.unit
             if not torch.equal(counts, counts.round()) or (counts < 0).any() or (counts > n - 2).any():
                 bad = counts[(counts != counts.round()) | (counts < 0) | (counts > n - 2)][0].item()
-                raise BadInput(f"a probe counted {bad:g} leaves of {n}: this is no fixed tree of additions, or big does not absorb.")
+                raise BadInput(
+                    f"a probe counted {bad:g} leaves of {n}: this is no fixed tree of additions, "
+                    "or big does not absorb."
+                )
             outside += counts.long().numpy()
         return n - outside
 
@@ -275,7 +285,10 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
                 parts = [node, *split(group, int(size))]
                 held += len(group)
                 if held != size:
-                    raise BadInput(f"probes found a subtree of {size} leaves where {held} are known: the order of additions is not one fixed tree.")
+                    raise BadInput(
+                        f"probes found a subtree of {size} leaves where {held} are known: "
+                        "the order of additions is not one fixed tree."
+                    )
                 children[-1 - len(children)] = tuple(parts)
                 node = -len(children)
         return node
@@ -295,13 +308,18 @@ def reveal(sums: Callable[[torch.Tensor], torch.Tensor], n: int, units: Units) -
     subtree(list(range(n)))
     tree = Tree._canonical(n, children)
     if n > 1 and tree.sizes[-1] != n:
-        raise BadInput(f"the probes give a tree of {tree.sizes[-1]} leaves for {n} terms: the order of additions is not one fixed tree.")
+        raise BadInput(
+            f"the probes give a tree of {tree.sizes[-1]} leaves for {n} terms: "
+            "the order of additions is not one fixed tree."
+        )
     # Pairs that the tree was not built from, each asked in two calls: what is no fixed tree contradicts itself here.
     rng = np.random.default_rng(n)
     for i in rng.integers(0, n, 2 * min(n, 8)).tolist() if n > 2 else []:
         others = [j for j in rng.integers(0, n, 16).tolist() if j != i]
         if others and not np.array_equal(joins(i, others), tree.joins(i)[others]):
-            raise BadInput(f"term {i} meets others elsewhere than the tree says: the order of additions is not one fixed tree.")
+            raise BadInput(
+                f"term {i} meets others elsewhere than the tree says: the order of additions is not one fixed tree."
+            )
     return tree
 
 
@@ -328,8 +346,14 @@ def reduction_tree(
 
 
 def matmul_tree(
-    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], M: int, N: int, K: int, dtype=torch.float32,
-    device="cpu", row: int = 0, probe: str = "columns",
+    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    M: int,
+    N: int,
+    K: int,
+    dtype=torch.float32,
+    device="cpu",
+    row: int = 0,
+    probe: str = "columns",
 ) -> Tree:
     """The tree by which y = x W^T adds its K products, at exactly this M, N and K.
 

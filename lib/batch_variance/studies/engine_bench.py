@@ -1,8 +1,8 @@
 """The cost of invariance end to end: this project's engine on default and on invariant kernels, on CUDA, in one run.
 
-Default: the library's matmul and decode attention cut by the whole batch. Invariant: the invariant GEMM and decode cut by each
-row's own length. All else is shared. The model is a Llama of serving width with random weights, so nothing need be fetched; its
-texts mean nothing, their bits do.
+Default: the library's matmul and decode attention cut by the whole batch. Invariant: the invariant GEMM and decode
+cut by each row's own length. All else is shared. The model is a Llama of serving width with random weights, so
+nothing need be fetched; its texts mean nothing, their bits do.
 """
 
 import time
@@ -21,8 +21,19 @@ from ..kernels.recorded import Benchmark
 from ..kernels.sets import TritonKernels
 
 CONCURRENCIES = (1, 8, 32)
-SHAPE = Architecture(hidden=2048, intermediate=7168, layers=4, heads=16, kv_heads=8, head_dim=128, vocabulary=8192,
-                     rope_theta=10000.0, rms_eps=1e-5, tied_embedding=False, eos=())  # fmt: skip
+SHAPE = Architecture(
+    hidden=2048,
+    intermediate=7168,
+    layers=4,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=8192,
+    rope_theta=10000.0,
+    rms_eps=1e-5,
+    tied_embedding=False,
+    eos=(),
+)
 LABEL = "random Llama, 4 layers of 2048 x 7168, bfloat16"
 
 
@@ -43,11 +54,23 @@ def random_weights(shape: Architecture = SHAPE, device="cuda", dtype=torch.bfloa
     ones = lambda: torch.ones(shape.hidden, device=device, dtype=dtype)  # noqa: E731
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     layers = [
-        Layer(ones(), make(width, shape.hidden), make(shape.hidden, shape.heads * shape.head_dim), ones(),
-              FFN(make(2 * shape.intermediate, shape.hidden), make(shape.hidden, shape.intermediate)))
+        Layer(
+            ones(),
+            make(width, shape.hidden),
+            make(shape.hidden, shape.heads * shape.head_dim),
+            ones(),
+            FFN(make(2 * shape.intermediate, shape.hidden), make(shape.hidden, shape.intermediate)),
+        )
         for _ in range(shape.layers)
-    ]  # fmt: skip
-    return Weights(shape, make(shape.vocabulary, shape.hidden, shape.hidden**0.5), layers, ones(), make(shape.vocabulary, shape.hidden), LABEL)
+    ]
+    return Weights(
+        shape,
+        make(shape.vocabulary, shape.hidden, shape.hidden**0.5),
+        layers,
+        ones(),
+        make(shape.vocabulary, shape.hidden),
+        LABEL,
+    )
 
 
 def prompts(count: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
@@ -55,7 +78,9 @@ def prompts(count: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     return [rng.integers(0, vocabulary, int(rng.integers(16, 65))).tolist() for _ in range(count)]
 
 
-def variants(model: Model, config: EngineConfig, texts: list[list[int]], concurrency: int, requests: int, tokens: int) -> tuple[int, int]:
+def variants(
+    model: Model, config: EngineConfig, texts: list[list[int]], concurrency: int, requests: int, tokens: int
+) -> tuple[int, int]:
     """(requests whose text differs from the same prompt served alone, requests)."""
     alone = {}
     for index, prompt in enumerate(texts):
@@ -99,14 +124,23 @@ def run(folder: Path, budget_seconds: float) -> None:
         for which, (wall, busy) in middle.items():
             bench.add("engine", which, LABEL, concurrency, "step", "ms", wall, middle["default"][0])
             bench.add("engine", which, LABEL, concurrency, "device time", "ms", busy, middle["default"][1])
-        print(f"concurrency {concurrency}: step ms, device ms:", {w: [round(float(v), 3) for v in m] for w, m in middle.items()},
-              "ratio", np.round(middle["invariant"] / middle["default"], 3).tolist(), flush=True)
+        print(
+            f"concurrency {concurrency}: step ms, device ms:",
+            {w: [round(float(v), 3) for v in m] for w, m in middle.items()},
+            "ratio",
+            np.round(middle["invariant"] / middle["default"], 3).tolist(),
+            flush=True,
+        )
         bench.save(folder)
     counted = {}
     for which in ("default", "invariant"):
         requests = 1000 if time.time() - start < 0.5 * budget_seconds else 200
         counted[which] = variants(models[which], config[which], texts, 32, requests, 16)
-        print(f"{which}: {counted[which][0]} of {counted[which][1]} texts differ from the prompt served alone, {time.time() - start:.0f} s", flush=True)
+        print(
+            f"{which}: {counted[which][0]} of {counted[which][1]} texts differ from the prompt served alone, "
+            f"{time.time() - start:.0f} s",
+            flush=True,
+        )
     for which, (differ, requests) in counted.items():
         bench.add("engine", which, LABEL, 32, "variant texts", "count", differ, counted["default"][0])
         bench.add("engine", which, LABEL, 32, "requests", "count", requests, counted["default"][1])

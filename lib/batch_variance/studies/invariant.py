@@ -1,7 +1,8 @@
-"""Invariant against default: whose bits change with the number of rows, in which order they add, how wrong they are, what they cost.
+"""Invariant against default: whose bits change with the number of rows, in which order they add, how wrong they are,
+what they cost.
 
-The library's matmul and this project's invariant one are run live on the device at hand, a CPU's on a CPU; GPU tables come
-from ``data/recorded``, where ``batch-variance bench`` put them, and are shown where they exist.
+The library's matmul and this project's invariant one are run live on the device at hand, a CPU's on a CPU; GPU
+tables come from ``data/recorded``, where ``batch-variance bench`` put them, and are shown where they exist.
 """
 
 from functools import cache
@@ -18,7 +19,18 @@ from ..common.devices import simulated_tier
 from ..kernels.classes import Classes, classify
 from ..kernels.decode import Cache, DecodeInputs, attend
 from ..kernels.use import InvariantKernels, linear
-from ..numerics.trees import Tree, in_batches, lanes, matmul_tree, pairwise, reduction_tree, reveal, segmented, sequential, units_for
+from ..numerics.trees import (
+    Tree,
+    in_batches,
+    lanes,
+    matmul_tree,
+    pairwise,
+    reduction_tree,
+    reveal,
+    segmented,
+    sequential,
+    units_for,
+)
 from ..schedules import BATCH_WIDE, make_plan, own_length_rule
 from .parameters import StudyParameters
 
@@ -45,7 +57,9 @@ class Parameters(StudyParameters):
     @classmethod
     def _lengths(cls, values):
         if len(values) < 2 or not 2 * BLOCK <= values[0] <= 64 * BLOCK or min(values) < 1:
-            raise ValueError(f"give two lengths or more, the first (the row watched) of {2 * BLOCK} to {64 * BLOCK} tokens.")
+            raise ValueError(
+                f"give two lengths or more, the first (the row watched) of {2 * BLOCK} to {64 * BLOCK} tokens."
+            )
         return values
 
     @field_validator("split_rule")
@@ -89,7 +103,8 @@ def _random(p: Parameters, *shape: int, seed: int = 0, dtype=torch.float32) -> t
 
 
 def bit_classes(p: Parameters) -> pd.DataFrame:
-    """`kernels.classes.classify` of the library's and the invariant matmul in float32 and bfloat16, boundaries sought."""
+    """`kernels.classes.classify` of the library's and the invariant matmul in float32 and bfloat16, boundaries
+    sought."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         x = _random(p, max(p.sizes), p.features, dtype=dtype)
@@ -141,13 +156,16 @@ def trees(p: Parameters) -> dict[tuple[str, int], Tree]:
 def tree_table(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
     """One row a kernel and row count: kernel, rows, tree (its name), depth, operands of its widest node."""
     return pd.DataFrame(
-        [{"kernel": k, "rows": M, "tree": t.name, "depth": t.depth, "widest node": max(t.ways)} for (k, M), t in found.items()]
+        [
+            {"kernel": k, "rows": M, "tree": t.name, "depth": t.depth, "widest node": max(t.ways)}
+            for (k, M), t in found.items()
+        ]
     )
 
 
 def tree_edges(found: dict[tuple, Tree], what: str = " rows") -> pd.DataFrame:
-    """Every different tree as edges to draw: panel, x, step, child_x, child_step. A term's place is its turn in the tree, a
-    node's the middle of its operands; its step is the earliest at which its addition can happen."""
+    """Every different tree as edges to draw: panel, x, step, child_x, child_step. A term's place is its turn in the
+    tree, a node's the middle of its operands; its step is the earliest at which its addition can happen."""
     panels: dict[Tree, dict[str, list]] = {}
     for (kernel, where), tree in found.items():
         panels.setdefault(tree, {}).setdefault(kernel, []).append(where)
@@ -163,19 +181,31 @@ def tree_edges(found: dict[tuple, Tree], what: str = " rows") -> pd.DataFrame:
 
 
 def trees_against_bits(p: Parameters, found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
-    """Every two row counts of a kernel: kernel, low, high, trees_equal, values_differ, values; float32 values of the rows
-    that both have, over eight batches."""
+    """Every two row counts of a kernel: kernel, low, high, trees_equal, values_differ, values; float32 values of the
+    rows that both have, over eight batches."""
     rows = []
     for name, operation in ((LIBRARY, F.linear), (INVARIANT, linear)):
         for low, high in combinations(p.tree_sizes, 2):
             differ = values = 0
             for seed in range(8):
-                x, w = _random(p, high, p.tree_terms, seed=10 + seed), _random(p, p.outputs, p.tree_terms, seed=50 + seed)
+                x, w = (
+                    _random(p, high, p.tree_terms, seed=10 + seed),
+                    _random(p, p.outputs, p.tree_terms, seed=50 + seed),
+                )
                 a, b = operation(x[:low], w), operation(x, w)[:low]
                 differ += int((a.view(torch.int32) != b.view(torch.int32)).sum())
                 values += a.numel()
             equal = found[name, low] == found[name, high]
-            rows.append({"kernel": name, "low": low, "high": high, "trees_equal": equal, "values_differ": differ, "values": values})
+            rows.append(
+                {
+                    "kernel": name,
+                    "low": low,
+                    "high": high,
+                    "trees_equal": equal,
+                    "values_differ": differ,
+                    "values": values,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -187,7 +217,9 @@ def known_trees_recovered(n: int = 40) -> Rate:
 
 def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: Parameters) -> dict:
     """Counts and controls for the checks on trees."""
-    count = {name: len({tree.name for (kernel, _), tree in found.items() if kernel == name}) for name in (LIBRARY, INVARIANT)}
+    count = {
+        name: len({tree.name for (kernel, _), tree in found.items() if kernel == name}) for name in (LIBRARY, INVARIANT)
+    }
     agree = against.trees_equal == (against.values_differ == 0)
     again = matmul_tree(F.linear, p.tree_sizes[0], p.outputs, p.tree_terms, torch.float32, resolve_device(p.device))
     recovered = known_trees_recovered()
@@ -205,8 +237,8 @@ def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: P
 def split_tree(lengths: list[int], rule: str, parts: int, device: torch.device) -> Tree:
     """The tree by which split-KV decode adds the blocks of row 0 in this batch, a leaf a block.
 
-    Queries and keys are zero, so every token has weight one; each column of the values carries a probe, in the first token of
-    each block of row 0. float32; the Triton kernels on CUDA, their emulation elsewhere.
+    Queries and keys are zero, so every token has weight one; each column of the values carries a probe, in the first
+    token of each block of row 0. float32; the Triton kernels on CUDA, their emulation elsewhere.
     """
     blocks, pages = -(-lengths[0] // BLOCK), -(-max(lengths) // BLOCK)
     table = torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
@@ -228,10 +260,15 @@ def split_tree(lengths: list[int], rule: str, parts: int, device: torch.device) 
 
 
 def split_trees(p: Parameters) -> dict[tuple[str, str], Tree]:
-    """(rule, where) to the tree of the watched row, alone and in its batch, under the batch-wide schedule and the rule."""
+    """(rule, where) to the tree of the watched row, alone and in its batch, under the batch-wide schedule and the
+    rule."""
     device = resolve_device(p.device)
     batches = (("alone", p.split_lengths[:1]), ("in the batch", p.split_lengths))
-    return {(rule, where): split_tree(lengths, rule, p.split_parts, device) for rule in (BATCH_WIDE, p.split_rule) for where, lengths in batches}
+    return {
+        (rule, where): split_tree(lengths, rule, p.split_parts, device)
+        for rule in (BATCH_WIDE, p.split_rule)
+        for where, lengths in batches
+    }
 
 
 def split_tier(p: Parameters) -> str:
@@ -261,8 +298,8 @@ def plan_pieces(p: Parameters, rule: str, where: str) -> int:
 
 
 def errors(p: Parameters) -> pd.DataFrame:
-    """Relative error against float64: dtype, kernel, rows, error, over ``error_rows`` rows, for the library all at once and row
-    by row; "coarse" is the library's result moved by 2^-7 of itself, a positive control."""
+    """Relative error against float64: dtype, kernel, rows, error, over ``error_rows`` rows, for the library all at
+    once and row by row; "coarse" is the library's result moved by 2^-7 of itself, a positive control."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         x = _random(p, p.error_rows, p.features, seed=2, dtype=dtype)
@@ -273,12 +310,15 @@ def errors(p: Parameters) -> pd.DataFrame:
         coarse = (plain.float() * (1 + 2.0**-7)).to(dtype)
         for kernel, y in ((LIBRARY, plain), (ALONE, alone), (INVARIANT, linear(x, w)), ("coarse", coarse)):
             error = float((y.double() - exact).norm() / exact.norm())
-            found.append({"dtype": str(dtype).removeprefix("torch."), "kernel": kernel, "rows": p.error_rows, "error": error})
+            found.append(
+                {"dtype": str(dtype).removeprefix("torch."), "kernel": kernel, "rows": p.error_rows, "error": error}
+            )
     return pd.DataFrame(found)
 
 
 def error_verdict(frame: pd.DataFrame) -> dict:
-    """Largest ratio of the invariant kernel's error to the library's in the batch and row by row, and the coarse one's least."""
+    """Largest ratio of the invariant kernel's error to the library's in the batch and row by row, and the coarse
+    one's least."""
     wide = frame.pivot(index="dtype", columns="kernel", values="error")
     return {
         "batch": float((wide[INVARIANT] / wide[LIBRARY]).max()),
@@ -293,14 +333,20 @@ def error_verdict(frame: pd.DataFrame) -> dict:
 def _model(p: Parameters, dtype) -> torch.nn.Module:
     torch.manual_seed(p.seed)
     parts = torch.nn
-    model = parts.Sequential(parts.Linear(p.features, p.outputs), parts.SiLU(), parts.Linear(p.outputs, p.features), parts.RMSNorm(p.features),
-                             parts.Linear(p.features, 256), parts.LogSoftmax(-1))  # fmt: skip
+    model = parts.Sequential(
+        parts.Linear(p.features, p.outputs),
+        parts.SiLU(),
+        parts.Linear(p.outputs, p.features),
+        parts.RMSNorm(p.features),
+        parts.Linear(p.features, 256),
+        parts.LogSoftmax(-1),
+    )
     return model.to(dtype).to(resolve_device(p.device))
 
 
 def in_use(p: Parameters) -> tuple[pd.DataFrame, InvariantKernels]:
-    """A feed-forward model alone and in batches, as it is and under `InvariantKernels`: kernels, rows_checked, rows_differ,
-    rerun_differs; and what the context manager saw."""
+    """A feed-forward model alone and in batches, as it is and under `InvariantKernels`: kernels, rows_checked,
+    rows_differ, rerun_differs; and what the context manager saw."""
     model, x = _model(p, torch.float32), _random(p, max(p.sizes), p.features, seed=4)
     used, found = InvariantKernels(), []
 
@@ -318,7 +364,14 @@ def in_use(p: Parameters) -> tuple[pd.DataFrame, InvariantKernels]:
                 rows = min(M, checked)
                 differ += int((run(x[:M])[:rows] != alone[:rows]).any(1).sum())
                 total += rows
-            found.append({"kernels": name, "rows_checked": total, "rows_differ": differ, "rerun_differs": int((alone != again).sum())})
+            found.append(
+                {
+                    "kernels": name,
+                    "rows_checked": total,
+                    "rows_differ": differ,
+                    "rerun_differs": int((alone != again).sum()),
+                }
+            )
     return pd.DataFrame(found), used
 
 
@@ -343,7 +396,11 @@ def recorded_ratios(name: str, metric: str = "time") -> pd.DataFrame | None:
     if frame is None:
         return None
     mine = frame[(frame.metric == metric) & (frame.policy == INVARIANT)]
-    return mine[["kernel", "policy", "shape", "m", "value", "baseline", "ratio"]].reset_index(drop=True) if len(mine) else None
+    return (
+        mine[["kernel", "policy", "shape", "m", "value", "baseline", "ratio"]].reset_index(drop=True)
+        if len(mine)
+        else None
+    )
 
 
 def recorded_classes(kernel: str = "gemm") -> pd.DataFrame | None:
@@ -362,8 +419,11 @@ def cost_sentence(name: str, frame: pd.DataFrame | None) -> str:
     if frame is None:
         return f"No GPU has recorded `{name}` yet: `batch-variance bench {name}` does."
     worst = frame.loc[frame.ratio.idxmax()]
-    return (f"{name}: over {len(frame)} shapes and row counts the invariant kernel takes {geometric_mean(frame.ratio):.3f} times the default's time "
-            f"(geometric mean), at best {frame.ratio.min():.2f} and at worst {worst.ratio:.2f} (m = {worst.m}, {worst['shape']}).")  # fmt: skip
+    return (
+        f"{name}: over {len(frame)} shapes and row counts the invariant kernel takes {geometric_mean(frame.ratio):.3f} "
+        f"times the default's time (geometric mean), at best {frame.ratio.min():.2f} and at worst {worst.ratio:.2f} "
+        f"(m = {worst.m}, {worst['shape']})."
+    )
 
 
 def recorded_class_verdict(frame: pd.DataFrame) -> dict:

@@ -27,7 +27,9 @@ def _inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     """64 query and 8 key/value heads of 128 numbers, bfloat16, over shuffled pages of a shared pool."""
     generator = torch.Generator("cuda").manual_seed(seed)
     pages = -(-max(lengths) // PAGE)
-    table = torch.randperm(POOL_PAGES, generator=generator, device="cuda")[: pages * len(lengths)].view(len(lengths), pages)
+    table = torch.randperm(POOL_PAGES, generator=generator, device="cuda")[: pages * len(lengths)].view(
+        len(lengths), pages
+    )
     q = torch.randn(len(lengths), 64, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
     cache = Cache(*pool, torch.tensor(lengths, dtype=torch.int32, device="cuda"), table.int().contiguous())
     return DecodeInputs(q, (cache,), 128)
@@ -63,8 +65,10 @@ def _moved(inputs: DecodeInputs, programs: int, rule: str) -> bool:
     found = launch(inputs, plan)
     other = launch(inputs, one_program_a_row(plan))
     alone = launch(inputs.row(0), make_plan(rule, inputs.lengths(PAGE)[:1], programs))
-    return not (all(map(torch.equal, _bits(found), _bits(other)))
-                and torch.equal(found[0][:1].view(torch.int16), alone[0].view(torch.int16)))
+    return not (
+        all(map(torch.equal, _bits(found), _bits(other)))
+        and torch.equal(found[0][:1].view(torch.int16), alone[0].view(torch.int16))
+    )
 
 
 def run(folder: Path, budget_seconds: float) -> None:
@@ -74,7 +78,9 @@ def run(folder: Path, budget_seconds: float) -> None:
     """
     start, bench, ratios, moved = time.time(), Benchmark("decode"), {}, 0
     pool = [torch.randn(POOL_PAGES, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    cases = [(n, kind, b) for b in BATCHES for n in LENGTHS for kind in ("full", "ragged") if b * n <= POOL_PAGES * PAGE]
+    cases = [
+        (n, kind, b) for b in BATCHES for n in LENGTHS for kind in ("full", "ragged") if b * n <= POOL_PAGES * PAGE
+    ]
     for longest, kind, batch in cases:
         if time.time() - start > budget_seconds:
             print(f"no time left for batch {batch}, {longest} {kind} and what follows", flush=True)
@@ -93,10 +99,30 @@ def run(folder: Path, budget_seconds: float) -> None:
             moved += _moved(sets[0], programs, rule)
             ratios.setdefault((longest, chunk), []).append(mine / default)
             bench.add("triton", f"invariant-{rule}", shape, batch, "time", "us", mine, default)
-            bench.add("triton", f"invariant-{rule}", shape, batch, "bandwidth", "TB/s", size / mine / 1e6, size / default / 1e6)
+            bench.add(
+                "triton",
+                f"invariant-{rule}",
+                shape,
+                batch,
+                "bandwidth",
+                "TB/s",
+                size / mine / 1e6,
+                size / default / 1e6,
+            )
             line.append(f"{mine / default:.2f}")
-        print(f"{shape} batch {batch}: default {default:.1f} us {size / default / 1e6:.2f} TB/s, free 1 2 4 8 16: {' '.join(line)}", flush=True)
+        print(
+            f"{shape} batch {batch}: default {default:.1f} us {size / default / 1e6:.2f} TB/s, "
+            f"free 1 2 4 8 16: {' '.join(line)}",
+            flush=True,
+        )
         bench.save(folder)
     for (longest, chunk), values in sorted(ratios.items()):
-        print(f"length {longest} chunk {chunk}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.2f}")
-    print(f"tuned launches whose bits differ from one program a row or from the row alone: {moved}; {time.time() - start:.0f} s", flush=True)
+        print(
+            f"length {longest} chunk {chunk}: geometric mean {np.exp(np.mean(np.log(values))):.3f} "
+            f"worst {max(values):.2f}"
+        )
+    print(
+        f"tuned launches whose bits differ from one program a row or from the row alone: {moved}; "
+        f"{time.time() - start:.0f} s",
+        flush=True,
+    )

@@ -1,7 +1,7 @@
 """Tunes and times the invariant GEMM against the library's, on CUDA: classes first, then accuracy, then time.
 
-Candidates are launch shapes; every one is run at every row count and must have the class's bits there, or it is out. What
-is fastest inside the class becomes the table that `invariant.matmul` reads.
+Candidates are launch shapes; every one is run at every row count and must have the class's bits there, or it is out.
+What is fastest inside the class becomes the table that `invariant.matmul` reads.
 """
 
 import subprocess
@@ -28,22 +28,45 @@ CHECKED = 64  # rows held against float64
 
 # Candidates by the row counts they are tried at.
 _FEW = (
-    "parallel 16x64x128 w4 s5 tma swap", "parallel 16x64x128 w4 s5 swap", "parallel 16x64x64 w4 s8 tma swap",
-    "parallel 16x128x128 w8 s5 tma swap", "parallel 16x128x64 w8 s4", "parallel 16x64x64 w4 s3", "parallel 16x32x128 w4 s6 tma",
+    "parallel 16x64x128 w4 s5 tma swap",
+    "parallel 16x64x128 w4 s5 swap",
+    "parallel 16x64x64 w4 s8 tma swap",
+    "parallel 16x128x128 w8 s5 tma swap",
+    "parallel 16x128x64 w8 s4",
+    "parallel 16x64x64 w4 s3",
+    "parallel 16x32x128 w4 s6 tma",
 )
 _SOME = (
-    "parallel 64x64x128 w4 s5 tma", "parallel 64x64x128 w4 s5 tma swap", "parallel 64x64x64 w4 s7 tma",
-    "parallel 64x32x128 w4 s6 tma", "parallel 64x128x64 w4 s6 tma", "parallel 64x128x128 w8 s4 tma swap",
+    "parallel 64x64x128 w4 s5 tma",
+    "parallel 64x64x128 w4 s5 tma swap",
+    "parallel 64x64x64 w4 s7 tma",
+    "parallel 64x32x128 w4 s6 tma",
+    "parallel 64x128x64 w4 s6 tma",
+    "parallel 64x128x128 w8 s4 tma swap",
     "parallel 64x64x128 w8 s3",
 )
 _MORE = (
-    "parallel 64x128x64 w4 s5 tma", "parallel 64x128x128 w4 s4 tma", "parallel 64x128x128 w4 s4", "parallel 128x64x128 w4 s4 tma",
-    "parallel 128x128x64 w4 s5 tma", "parallel 128x128x64 w8 s5 tma", "parallel 128x128x128 w8 s3 tma",
-    "parallel 64x256x64 w4 s4 tma", "parallel 128x256x64 w8 s4 tma", "in-turn 64x256x64 w4 s4 tma", "in-turn 128x128x64 w4 s5 tma",
+    "parallel 64x128x64 w4 s5 tma",
+    "parallel 64x128x128 w4 s4 tma",
+    "parallel 64x128x128 w4 s4",
+    "parallel 128x64x128 w4 s4 tma",
+    "parallel 128x128x64 w4 s5 tma",
+    "parallel 128x128x64 w8 s5 tma",
+    "parallel 128x128x128 w8 s3 tma",
+    "parallel 64x256x64 w4 s4 tma",
+    "parallel 128x256x64 w8 s4 tma",
+    "in-turn 64x256x64 w4 s4 tma",
+    "in-turn 128x128x64 w4 s5 tma",
 )
 _MANY = (
-    "in-turn 128x256x64 w8 s3 tma", "in-turn 128x256x64 w8 s4 tma", "in-turn 256x128x64 w8 s3 tma", "in-turn 256x128x64 w8 s4 tma",
-    "in-turn 128x128x64 w4 s5 tma", "in-turn 128x128x64 w8 s4 tma", "parallel 128x256x64 w8 s4 tma", "parallel 128x128x64 w4 s5 tma",
+    "in-turn 128x256x64 w8 s3 tma",
+    "in-turn 128x256x64 w8 s4 tma",
+    "in-turn 256x128x64 w8 s3 tma",
+    "in-turn 256x128x64 w8 s4 tma",
+    "in-turn 128x128x64 w4 s5 tma",
+    "in-turn 128x128x64 w8 s4 tma",
+    "parallel 128x256x64 w8 s4 tma",
+    "parallel 128x128x64 w4 s5 tma",
 )
 CANDIDATES = {1: _FEW, 16: _FEW, 64: _SOME, 256: _MORE, 1024: _MANY, 4096: _MANY}
 
@@ -82,10 +105,13 @@ class _Shape:
         self.K, self.N, self.x = K, N, make(max(ROWS), K)
         self.weights = [make(N, K) for _ in range(copies(2 * N * K))]
         self.exact = matmul_float64(self.x[:CHECKED], self.weights[0])
-        self.bound = 2.0**-8 * self.exact.abs() + 2.0**-16 * (self.x[:CHECKED].double().abs() @ self.weights[0].double().abs().t())
+        self.bound = 2.0**-8 * self.exact.abs() + 2.0**-16 * (
+            self.x[:CHECKED].double().abs() @ self.weights[0].double().abs().t()
+        )
 
     def sets(self, m: int):
-        # Rows differ from call to call, too; beyond a few hundred rows the time is arithmetic's, and fewer sets will do.
+        # Rows differ from call to call, too; beyond a few hundred rows the time is arithmetic's, and fewer sets will
+        # do.
         count = len(self.weights) if m <= 256 else min(3, len(self.weights))
         return [(self.x[:m].roll(i, 0), self.weights[i]) for i in range(count)]
 
@@ -102,9 +128,20 @@ def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
     """Name every candidate's bits at its row counts, then time those in the widest class. Returns rows of
     ``gemm_tuning.csv`` and the class."""
     found = [
-        dict(k=shape.K, n=shape.N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
-        for m in ROWS for name in CANDIDATES[m]
-    ]  # fmt: skip
+        dict(
+            k=shape.K,
+            n=shape.N,
+            segments=count,
+            m=m,
+            config=name,
+            bit_class="",
+            wrong=-1,
+            time_us=float("nan"),
+            failure="",
+        )
+        for m in ROWS
+        for name in CANDIDATES[m]
+    ]
 
     def attempt(row, work):
         if time.time() > deadline:
@@ -134,7 +171,8 @@ def library_times(shape: _Shape) -> dict[int, float]:
 
 
 def _choose(tuning: pd.DataFrame, library: dict[int, float]) -> tuple[int, dict[int, str]]:
-    """The number of segments with the least geometric mean of time over the library's, and its configurations by rows."""
+    """The number of segments with the least geometric mean of time over the library's, and its configurations by
+    rows."""
     best = {}
     for count, mine in tuning.dropna(subset="time_us").groupby("segments"):
         fastest = mine.loc[mine.groupby("m").time_us.idxmin()].set_index("m")
@@ -166,12 +204,18 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
                 more, classes[count] = tune(shape, count, deadline)
                 rows += more
         tuning = pd.DataFrame(rows)
-        replace_rows(folder / "gemm_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu"))
+        replace_rows(
+            folder / "gemm_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu")
+        )
         for count in classes:
             part = tuning[(tuning.segments == count) & (tuning.failure == "")]
             outside = part[part.bit_class != classes[count]]
-            print(f"K {K} N {N} segments {count}: {len(part)} runs, {len(outside)} outside class {classes[count]}, "
-                  f"{int((part.wrong > 0).sum())} wrong, {int((tuning[tuning.segments == count].failure != '').sum())} failed", flush=True)
+            print(
+                f"K {K} N {N} segments {count}: {len(part)} runs, {len(outside)} outside class {classes[count]}, "
+                f"{int((part.wrong > 0).sum())} wrong, "
+                f"{int((tuning[tuning.segments == count].failure != '').sum())} failed",
+                flush=True,
+            )
             for line in outside.head(4).itertuples():
                 print("   outside:", line.m, line.config, line.bit_class, flush=True)
         count, chosen = _choose(tuning, library)
@@ -191,11 +235,18 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
                 bench.add("gemm", policy, name, m, "bandwidth", "TB/s", moved, base[0])
                 bench.add("gemm", policy, name, m, "rate", "TFLOP/s", rate, base[1])
             ratios.append(mine / default)
-            print(f"K {K} N {N} M {m} library {default:.1f} ours {mine:.1f} {mine / default:.3f} segments {count} {config}", flush=True)
+            print(
+                f"K {K} N {N} M {m} library {default:.1f} ours {mine:.1f} {mine / default:.3f} "
+                f"segments {count} {config}",
+                flush=True,
+            )
         _record_classes(folder, bench, shape, count, chosen, where)
         bench.save(folder)
         print(f"K {K} N {N}: {time.time() - begun:.0f} s", flush=True)
-    print(f"geometric mean {np.exp(np.mean(np.log(ratios))):.3f} worst {max(ratios):.3f}, {time.time() - start:.0f} s", flush=True)
+    print(
+        f"geometric mean {np.exp(np.mean(np.log(ratios))):.3f} worst {max(ratios):.3f}, {time.time() - start:.0f} s",
+        flush=True,
+    )
 
 
 def _write_table(path: Path, N: int, K: int, count: int, chosen: dict[int, str]) -> None:
@@ -206,7 +257,9 @@ def _write_table(path: Path, N: int, K: int, count: int, chosen: dict[int, str])
     write_atomically(path, lambda temporary: table.to_csv(temporary, index=False))
 
 
-def _record_classes(folder: Path, bench: Benchmark, shape: _Shape, count: int, chosen: dict[int, str], where: dict) -> None:
+def _record_classes(
+    folder: Path, bench: Benchmark, shape: _Shape, count: int, chosen: dict[int, str], where: dict
+) -> None:
     """Bits over row counts: the library's, the chosen configurations', and the dispatch that changes between them."""
     weight = shape.weights[0]
 
@@ -216,7 +269,10 @@ def _record_classes(folder: Path, bench: Benchmark, shape: _Shape, count: int, c
 
     sizes = [m for m in (*SIZES, 2048, 4096) if m <= max(ROWS)]
     candidates = {"library": lambda x: F.linear(x, weight), "invariant": dispatched}
-    candidates |= {name: lambda x, c=Config.parse(name): matmul(x, weight, config=c, count=count) for name in dict.fromkeys(chosen.values())}
+    candidates |= {
+        name: lambda x, c=Config.parse(name): matmul(x, weight, config=c, count=count)
+        for name in dict.fromkeys(chosen.values())
+    }
     frame = classify(candidates, shape.x, sizes)
     key = ("kernel", "shape", "candidate", "m", "gpu")
     rows = frame.assign(kernel="gemm", shape=f"N{shape.N} K{shape.K}").to_dict("records")
@@ -224,9 +280,18 @@ def _record_classes(folder: Path, bench: Benchmark, shape: _Shape, count: int, c
     for policy, name in (("default", "library"), ("invariant", "invariant")):
         mine = frame[frame.candidate == name]
         default = frame[frame.candidate == "library"].bit_class.nunique()
-        bench.add("gemm", policy, f"N{shape.N} K{shape.K}", 0, "bit classes", "count", mine.bit_class.nunique(), default)
-    print("bit classes:", frame.groupby("candidate").bit_class.nunique().to_dict(), "rows moved:", int(frame.rows_moved.sum()),
-          "failures:", frame[frame.failure != ""].failure.unique().tolist(), flush=True)
+        bench.add(
+            "gemm", policy, f"N{shape.N} K{shape.K}", 0, "bit classes", "count", mine.bit_class.nunique(), default
+        )
+    print(
+        "bit classes:",
+        frame.groupby("candidate").bit_class.nunique().to_dict(),
+        "rows moved:",
+        int(frame.rows_moved.sum()),
+        "failures:",
+        frame[frame.failure != ""].failure.unique().tolist(),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """y = x W^T + b with one bit class over every number of rows: the class, its configurations, and the launch.
 
-The class of a weight is its number of segments and their length, functions of (N, K) alone. Inside it a configuration is
-chosen by M as freely as an autotuner likes; what may be chosen is what `classes` has proved on the device, and the
-table of chosen ones is data (``data/tuned/gemm.csv``).
+The class of a weight is its number of segments and their length, functions of (N, K) alone. Inside it a
+configuration is chosen by M as freely as an autotuner likes; what may be chosen is what `classes` has proved on the
+device, and the table of chosen ones is data (``data/tuned/gemm.csv``).
 """
 
 import csv
@@ -42,11 +42,15 @@ class Config:
         try:
             form, blocks, warps, stages, *marks = text.split()
             block_m, block_n, block_k = (int(size) for size in blocks.split("x"))
-            found = cls(form, block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), "tma" in marks, "swap" in marks)
+            found = cls(
+                form, block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), "tma" in marks, "swap" in marks
+            )
         except (ValueError, TypeError) as error:
             raise BadInput(f"{text!r} is no configuration: write it as 'parallel 16x64x128 w4 s4 tma swap'.") from error
         if form not in ("parallel", "in-turn") or set(marks) - {"tma", "swap"} or STEP % found.block_k:
-            raise BadInput(f"{text!r} is no configuration: parallel or in-turn, block_k a divisor of {STEP}, marks tma, swap.")
+            raise BadInput(
+                f"{text!r} is no configuration: parallel or in-turn, block_k a divisor of {STEP}, marks tma, swap."
+            )
         return found
 
 
@@ -78,7 +82,8 @@ def tuned(benchmark: str) -> dict[tuple[int, int], tuple[int, tuple[tuple[int, C
 
 
 def chosen(benchmark: str, defaults, M: int, N: int, K: int) -> Config:
-    """The configuration of the smallest row count in the table, or else the defaults, that is M or more; beyond all, the last."""
+    """The configuration of the smallest row count in the table, or else the defaults, that is M or more; beyond all,
+    the last."""
     rows = tuned(benchmark).get((N, K), (0, ()))[1] or defaults
     return next((config for most, config in rows if most is None or M <= most), rows[-1][1])
 
@@ -110,10 +115,14 @@ def _programs(device: torch.device) -> int:
 
 
 def matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, config: Config | None = None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    config: Config | None = None,
     count: int | None = None,
 ) -> torch.Tensor:
-    """[M, N] in x's dtype from x [M, K], weight [N, K] and bias [N]; products exact, sums float32, one rounding at the end.
+    """[M, N] in x's dtype from x [M, K], weight [N, K] and bias [N]; products exact, sums float32, one rounding at
+    the end.
 
     bfloat16, float16 or float32 (IEEE products, no TF32). config and count override the table's configuration and
     the class's number of segments. Raises BadInput for shapes, dtypes or devices that do not fit.
@@ -153,11 +162,15 @@ def matmul(
         programs = min(_programs(x.device), tiles_m * tiles_n)
         cells = programs * config.block_m * config.block_n if count > 1 else 1
         parked = torch.empty(cells, dtype=torch.float32, device=x.device)
-        kernels.in_turn[(programs,)](a, b, bias, y, parked, M, N, K, length, **shape, SEGMENTS=count, GROUP=8, **marks, **launch)
+        kernels.in_turn[(programs,)](
+            a, b, bias, y, parked, M, N, K, length, **shape, SEGMENTS=count, GROUP=8, **marks, **launch
+        )
         return y
     split = count > 1
     tiles = tiles_m * tiles_n if split else 1
-    parts = torch.empty(tiles * count * config.block_m * config.block_n if split else 1, dtype=torch.float32, device=x.device)
+    parts = torch.empty(
+        tiles * count * config.block_m * config.block_n if split else 1, dtype=torch.float32, device=x.device
+    )
     arrived = arrival_counters(x.device, tiles)
     kernels.parallel[(tiles_n, count, tiles_m)](
         a, b, bias, y, parts, arrived, M, N, K, length, count, **shape, SPLIT=split, SWAP=config.swap, **marks, **launch

@@ -3,8 +3,8 @@
 The tree: K falls into fixed segments; a segment's products are added from zero in the order of k, as tensor cores add
 them; the segments' float32 sums are added from left to right. `parallel` gives each segment a program of its own, and
 the last one to arrive folds. `in_turn` lets one program run a tile's segments one after another and parks the running
-sum in memory between them, so that only one accumulator is in registers. Tile shapes, stages, warps, which operand comes
-first and how tiles reach memory leave no trace in the bits; `classes` measures that on the GPU at hand.
+sum in memory between them, so that only one accumulator is in registers. Tile shapes, stages, warps, which operand
+comes first and how tiles reach memory leave no trace in the bits; `classes` measures that on the GPU at hand.
 """
 
 import triton
@@ -13,9 +13,21 @@ import triton.language as tl
 
 @triton.jit
 def _product(
-    x, w, m0, n0, k, total, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    x,
+    w,
+    m0,
+    n0,
+    k,
+    total,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """total plus the products of one step of k; [BLOCK_M, BLOCK_N], or transposed under SWAP."""
     if TMA:
@@ -51,9 +63,24 @@ def _store(y, bias, total, m, n, M, N, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "segment", "segments"])  # one binary for every row count
 def parallel(
-    x, w, bias, y, parts, arrived, M, N, K, segment, segments,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+    x,
+    w,
+    bias,
+    y,
+    parts,
+    arrived,
+    M,
+    N,
+    K,
+    segment,
+    segments,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """Grid: (tiles of n, segments, tiles of m). parts: float32 [tiles, segments, BLOCK_M * BLOCK_N]; arrived: int32
@@ -100,8 +127,19 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _finish_part(
-    y, bias, parked, part, seg, m0, n0, M, N,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    y,
+    bias,
+    parked,
+    part,
+    seg,
+    m0,
+    n0,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Add a part of a finished segment to the parked sum, and park it again or store the result."""
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -121,11 +159,26 @@ def _finish_part(
 
 @triton.jit(do_not_specialize=["M", "segment"])
 def in_turn(
-    x, w, bias, y, parked, M, N, K, segment,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    x,
+    w,
+    bias,
+    y,
+    parked,
+    M,
+    N,
+    K,
+    segment,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
-    """Grid: (programs). A program takes every programs-th tile; segment counts steps of 128. parked: float32 [programs, BLOCK_M * BLOCK_N]."""
+    """Grid: (programs). A program takes every programs-th tile; segment counts steps of 128. parked: float32
+    [programs, BLOCK_M * BLOCK_N]."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -160,7 +213,13 @@ def in_turn(
             first_part, second_part = _halves(left, BLOCK_M, BLOCK_N // 2)
             third_part, fourth_part = _halves(right, BLOCK_M, BLOCK_N // 2)
             _finish_part(y, bias, here, first_part, seg, m0, n0, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
-            _finish_part(y, bias, here + QUARTER, second_part, seg, m0, n0 + WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
-            _finish_part(y, bias, here + 2 * QUARTER, third_part, seg, m0, n0 + 2 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
-            _finish_part(y, bias, here + 3 * QUARTER, fourth_part, seg, m0, n0 + 3 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
+            _finish_part(
+                y, bias, here + QUARTER, second_part, seg, m0, n0 + WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
+            )
+            _finish_part(
+                y, bias, here + 2 * QUARTER, third_part, seg, m0, n0 + 2 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
+            )
+            _finish_part(
+                y, bias, here + 3 * QUARTER, fourth_part, seg, m0, n0 + 3 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
+            )
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

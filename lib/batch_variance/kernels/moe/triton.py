@@ -6,11 +6,26 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["pairs", "segment"])  # one binary for every number of tokens
 def grouped(
-    x, weights, order, block_expert, block_start, block_stop, y, pairs, top_k, N, K, segment,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr,
+    x,
+    weights,
+    order,
+    block_expert,
+    block_start,
+    block_stop,
+    y,
+    pairs,
+    top_k,
+    N,
+    K,
+    segment,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """Grid: (tiles of n, blocks). A block holds places block_start to block_stop of ``order``, pairs of one expert; blocks
-    left over have none."""
+    """Grid: (tiles of n, blocks). A block holds places block_start to block_stop of ``order``, pairs of one expert;
+    blocks left over have none."""
     block = tl.program_id(1)
     start = tl.load(block_start + block)
     stop = tl.load(block_stop + block)

@@ -45,7 +45,9 @@ def row_sum(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
     """[...] in x's dtype: the sum over the last dimension over ``divisor``. Raises BadInput as softmax does."""
     rows = _flat(x)
     if x.device.type != "cuda":
-        return by_tiles(lambda tile: (tile.float().sum(-1, keepdim=True) / divisor).to(x.dtype), rows).view(x.shape[:-1])
+        return by_tiles(lambda tile: (tile.float().sum(-1, keepdim=True) / divisor).to(x.dtype), rows).view(
+            x.shape[:-1]
+        )
     from . import rows_triton
 
     y = torch.empty(len(rows), dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
 """Softmax, log-softmax, mean and sum over the last dimension for CUDA: one program a row, one block size, one order.
 
-A row's columns are dealt to BLOCK lanes, each lane adds its own from left to right, and the lanes are added at the end by the
-compiler's fixed tree. Nothing of that looks at how many rows there are.
+A row's columns are dealt to BLOCK lanes, each lane adds its own from left to right, and the lanes are added at the
+end by the compiler's fixed tree. Nothing of that looks at how many rows there are.
 """
 
 import triton

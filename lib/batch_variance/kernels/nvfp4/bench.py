@@ -27,19 +27,31 @@ COUNTS = (1, 2, 4)
 CHECKED = 16
 
 _FEW = (
-    "parallel 16x64x128 w4 s4 swap", "parallel 16x64x128 w4 s6 swap", "parallel 16x64x64 w4 s6 swap", "parallel 16x32x128 w4 s5",
+    "parallel 16x64x128 w4 s4 swap",
+    "parallel 16x64x128 w4 s6 swap",
+    "parallel 16x64x64 w4 s6 swap",
+    "parallel 16x32x128 w4 s5",
     "parallel 16x128x128 w8 s4 swap",
 )
 _THIRTY = ("parallel 32x64x128 w4 s4 swap", "parallel 32x64x64 w4 s6 swap", "parallel 32x128x128 w8 s4 swap")
 _SIXTY = (
-    "parallel 64x64x128 w4 s3 swap", "parallel 64x64x64 w4 s4 swap", "parallel 64x128x128 w8 s3 swap", "parallel 64x64x64 w4 s4",
+    "parallel 64x64x128 w4 s3 swap",
+    "parallel 64x64x64 w4 s4 swap",
+    "parallel 64x128x128 w8 s3 swap",
+    "parallel 64x64x64 w4 s4",
 )
 _MORE = (
-    "parallel 128x128x64 w8 s3 swap", "parallel 128x64x64 w4 s4 swap", "in-turn 64x128x64 w8 s4 swap", "in-turn 128x128x64 w8 s3 swap",
+    "parallel 128x128x64 w8 s3 swap",
+    "parallel 128x64x64 w4 s4 swap",
+    "in-turn 64x128x64 w8 s4 swap",
+    "in-turn 128x128x64 w8 s3 swap",
     "in-turn 128x64x64 w4 s4 swap",
 )
 _MANY = (
-    "in-turn 128x128x64 w8 s3 swap", "in-turn 128x128x64 w8 s4 swap", "in-turn 128x128x64 w8 s3", "in-turn 256x64x64 w8 s3 swap",
+    "in-turn 128x128x64 w8 s3 swap",
+    "in-turn 128x128x64 w8 s4 swap",
+    "in-turn 128x128x64 w8 s3",
+    "in-turn 256x64x64 w8 s3 swap",
     "in-turn 128x64x64 w4 s4 swap",
 )
 CANDIDATES = {1: _FEW, 4: _FEW, 16: _FEW, 32: _THIRTY, 33: _SIXTY, 64: _SIXTY, 256: _MORE, 1024: _MANY}
@@ -72,8 +84,8 @@ def _compile_share(index: int, workers: int) -> None:
 
 
 def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
-    """Tune and time every shape of SHAPES within the budget; writes nvfp4.csv, nvfp4_tuning.csv and gemm_classes.csv in the
-    folder and tuned/nvfp4.csv beside it, after every shape. Raises BadInput where nothing fits the device."""
+    """Tune and time every shape of SHAPES within the budget; writes nvfp4.csv, nvfp4_tuning.csv and gemm_classes.csv
+    in the folder and tuned/nvfp4.csv beside it, after every shape. Raises BadInput where nothing fits the device."""
     start, where = time.time(), gpu_columns()
     compile_ahead(workers)
     print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
@@ -98,9 +110,12 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         rows = []
         for count in COUNTS:
             mine = [
-                dict(k=K, n=N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure="")
-                for m in ROWS for name in CANDIDATES[m]
-            ]  # fmt: skip
+                dict(
+                    k=K, n=N, segments=count, m=m, config=name, bit_class="", wrong=-1, time_us=float("nan"), failure=""
+                )
+                for m in ROWS
+                for name in CANDIDATES[m]
+            ]
             for row in mine:
                 _attempt(row, deadline, lambda call, m: _look(call(x[:m], weights[0]), exact, bound))
             reference = widest_class(row for row in mine if row["wrong"] == 0)
@@ -109,10 +124,18 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
                     _attempt(row, deadline, lambda call, m: dict(time_us=round(timed(call, m), 3)))
             rows += mine
         tuning = pd.DataFrame(rows)
-        replace_rows(folder / "nvfp4_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu"))
-        print(f"K {K} N {N}: {len(tuning)} runs, wrong {int((tuning.wrong > 0).sum())}, failed {int((tuning.failure != '').sum())}, classes",
-              tuning[tuning.failure == ""].groupby("segments").bit_class.nunique().to_dict(),
-              tuning[tuning.failure != ""].failure.unique()[:3].tolist(), flush=True)
+        replace_rows(
+            folder / "nvfp4_tuning.csv",
+            [{**row, **where} for row in rows],
+            ("k", "n", "segments", "m", "config", "gpu"),
+        )
+        print(
+            f"K {K} N {N}: {len(tuning)} runs, wrong {int((tuning.wrong > 0).sum())}, "
+            f"failed {int((tuning.failure != '').sum())}, classes",
+            tuning[tuning.failure == ""].groupby("segments").bit_class.nunique().to_dict(),
+            tuning[tuning.failure != ""].failure.unique()[:3].tolist(),
+            flush=True,
+        )
         count, chosen = _choose(tuning, before)
         _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
         after = {m: timed(default, m) for m in ROWS}
@@ -125,14 +148,26 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
                 bench.add("nvfp4", name, shape, m, "time", "us", value, base)
                 bench.add("nvfp4", name, shape, m, "bandwidth", "TB/s", moved / value / 1e6, moved / base / 1e6)
             (few if m <= 32 else many).append(mine / base)
-            print(f"K {K} N {N} M {m} default {base:.1f} ours {mine:.1f} {mine / base:.3f} {moved / mine / 1e6:.2f} TB/s segments {count} {config}", flush=True)
+            print(
+                f"K {K} N {N} M {m} default {base:.1f} ours {mine:.1f} {mine / base:.3f} "
+                f"{moved / mine / 1e6:.2f} TB/s segments {count} {config}",
+                flush=True,
+            )
 
         def chosen_by_rows(rows):
             return matmul(rows, weights[0], Config.parse(next(chosen[m] for m in ROWS if len(rows) <= m)), count)
 
-        frame = classify({"default": lambda a: default(a, weights[0]), "invariant": chosen_by_rows}, x, [m for m in SIZES if m <= max(ROWS)])
+        frame = classify(
+            {"default": lambda a: default(a, weights[0]), "invariant": chosen_by_rows},
+            x,
+            [m for m in SIZES if m <= max(ROWS)],
+        )
         found = frame.assign(kernel="nvfp4", shape=f"N{N} K{K}").to_dict("records")
-        replace_rows(folder / "gemm_classes.csv", [{**row, **where} for row in found], ("kernel", "shape", "candidate", "m", "gpu"))
+        replace_rows(
+            folder / "gemm_classes.csv",
+            [{**row, **where} for row in found],
+            ("kernel", "shape", "candidate", "m", "gpu"),
+        )
         counts = frame.groupby("candidate").bit_class.nunique()
         for name in counts.index:
             bench.add("nvfp4", name, f"N{N} K{K}", 0, "bit classes", "count", int(counts[name]), int(counts["default"]))

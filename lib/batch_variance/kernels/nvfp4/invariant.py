@@ -1,7 +1,8 @@
 """The NVFP4 matmul with one bit class over every number of rows: no threshold, tensor cores throughout.
 
-Its arithmetic is gllm's GEMM but for the tensor scale, which multiplies the sum, so that the unpacked weights are exact.
-The class is the plain GEMM's (``gemm/invariant.py``): segments by (N, K) alone; configurations are chosen by M inside it.
+Its arithmetic is gllm's GEMM but for the tensor scale, which multiplies the sum, so that the unpacked weights are
+exact. The class is the plain GEMM's (``gemm/invariant.py``): segments by (N, K) alone; configurations are chosen by
+M inside it.
 """
 
 import torch
@@ -41,8 +42,8 @@ def matmul(
 ) -> torch.Tensor:
     """float32 [M, N] from x [M, K] (float32, bfloat16 or float16; rounded to bfloat16) and an NVFP4 weight [N, K].
 
-    config and count override the table's configuration and the number of segments; operand overrides the products' dtype,
-    for the interpreter, whose bfloat16 is wrong. Raises BadInput where shapes or dtypes do not fit.
+    config and count override the table's configuration and the number of segments; operand overrides the products'
+    dtype, for the interpreter, whose bfloat16 is wrong. Raises BadInput where shapes or dtypes do not fit.
     """
     import triton.language as tl
 
@@ -61,8 +62,16 @@ def matmul(
     if M > 64 and operand is None:
         x = x.to(torch.bfloat16)  # the rounding that the kernel would do, once and not for every tile of n
     tensors = (x.contiguous(), weight.codes, weight.block_scale, weight.tensor_scale, y)
-    shape = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
-                 EVEN=K % config.block_k == 0, OPERAND=operand or tl.bfloat16, num_warps=config.warps, num_stages=config.stages)
+    shape = dict(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SWAP=config.swap,
+        EVEN=K % config.block_k == 0,
+        OPERAND=operand or tl.bfloat16,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     tiles_m, tiles_n = -(-M // config.block_m), -(-N // config.block_n)
     if config.form == "in-turn":
         kernels.in_turn[(tiles_m, tiles_n)](*tensors, M, N, K, length, SEGMENTS=count, **shape)
@@ -71,5 +80,7 @@ def matmul(
     cells = tiles * count * config.block_m * config.block_n if count > 1 else 1
     parts = torch.empty(cells, dtype=torch.float32, device=x.device)
     arrived = arrival_counters(x.device, tiles)
-    kernels.parallel[(tiles_n, count, tiles_m)](*tensors, parts, arrived, M, N, K, length, count, SPLIT=count > 1, **shape)
+    kernels.parallel[(tiles_n, count, tiles_m)](
+        *tensors, parts, arrived, M, N, K, length, count, SPLIT=count > 1, **shape
+    )
     return y

@@ -1,16 +1,17 @@
 """The NVFP4 matmul on tensor cores at every row count, in two forms that share one tree of additions.
 
 The weight is unpacked in registers to code x block scale, which bfloat16 holds exactly; activations are rounded to
-bfloat16; the tensor scale multiplies the finished sum. The tree is the plain GEMM's (see ``gemm/invariant_triton.py``): K in
-fixed segments, each summed from zero in the order of k, segments folded from left to right.
+bfloat16; the tensor scale multiplies the finished sum. The tree is the plain GEMM's (see
+``gemm/invariant_triton.py``): K in fixed segments, each summed from zero in the order of k, segments folded from
+left to right.
 """
 
 import triton
 import triton.language as tl
 
 
-# A code's exponent and mantissa in a float32's places stand for value x 2^-126. The block scale brings 2^116 of that back
-# (448 x 2^116 is the largest that fits) and the tensor scale the rest: powers of two, so every step is exact.
+# A code's exponent and mantissa in a float32's places stand for value x 2^-126. The block scale brings 2^116 of that
+# back (448 x 2^116 is the largest that fits) and the tensor scale the rest: powers of two, so every step is exact.
 BLOCK_FACTOR = tl.constexpr(2.0**116)
 TENSOR_FACTOR = tl.constexpr(2.0**10)
 
@@ -23,8 +24,21 @@ def _unpacked(nibble, raised_scale):
 
 @triton.jit
 def _product(
-    x, codes, scales, m0, n0, k, total, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr,
+    x,
+    codes,
+    scales,
+    m0,
+    n0,
+    k,
+    total,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """total plus the products of one step of k; [BLOCK_M, BLOCK_N], or transposed under SWAP."""
@@ -59,9 +73,25 @@ def _product(
 
 @triton.jit(do_not_specialize=["M", "segment", "segments"])  # one binary for every row count
 def parallel(
-    x, codes, scales, tensor_scale, y, parts, arrived, M, N, K, segment, segments,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    x,
+    codes,
+    scales,
+    tensor_scale,
+    y,
+    parts,
+    arrived,
+    M,
+    N,
+    K,
+    segment,
+    segments,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):
     """Grid: (tiles of n, segments, tiles of m); buffers as in the plain GEMM's `parallel`."""
     n0 = tl.program_id(0) * BLOCK_N
@@ -99,9 +129,22 @@ def parallel(
 
 @triton.jit(do_not_specialize=["M", "segment"])
 def in_turn(
-    x, codes, scales, tensor_scale, y, M, N, K, segment,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    x,
+    codes,
+    scales,
+    tensor_scale,
+    y,
+    M,
+    N,
+    K,
+    segment,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):
     """Grid: (tiles of m, tiles of n). One program folds a tile's segments in registers."""
     m0 = tl.program_id(0) * BLOCK_M
@@ -118,6 +161,8 @@ def in_turn(
         begin = part * segment * 128
         total = tl.zeros_like(folded)
         for k in tl.range(begin, tl.minimum(begin + segment * 128, K), BLOCK_K):
-            total = _product(x, codes, scales, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, SWAP, OPERAND)
+            total = _product(
+                x, codes, scales, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, SWAP, OPERAND
+            )
         folded = folded + total
     tl.store(y + m.to(tl.int64) * N + n, folded * (tl.load(tensor_scale) * TENSOR_FACTOR), mask=(m < M) & (n < N))

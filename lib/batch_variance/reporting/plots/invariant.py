@@ -13,7 +13,8 @@ _CLASS_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E
 
 @drawn
 def class_map(frame: pd.DataFrame, title: str = "") -> Figure:
-    """frame: `studies.invariant.bit_classes`. A line a candidate, a cell a row count; one colour a class within a line, the first blue."""
+    """frame: `studies.invariant.bit_classes`. A line a candidate, a cell a row count; one colour a class within a
+    line, the first blue."""
     names = list(dict.fromkeys(frame.candidate))
     sizes = sorted(frame.m.unique())
     cells = np.full((len(names), len(sizes)), np.nan)
@@ -24,14 +25,28 @@ def class_map(frame: pd.DataFrame, title: str = "") -> Figure:
             if m in mine.index:
                 cells[place, column] = seen[mine[m]] % len(_CLASS_COLOURS)
     fig, ax = plt.subplots(figsize=(7.2, 0.9 + 0.42 * len(names)))
-    ax.imshow(np.ma.masked_invalid(cells), aspect="auto", cmap=ListedColormap(_CLASS_COLOURS), vmin=-0.5, vmax=len(_CLASS_COLOURS) - 0.5)
+    ax.imshow(
+        np.ma.masked_invalid(cells),
+        aspect="auto",
+        cmap=ListedColormap(_CLASS_COLOURS),
+        vmin=-0.5,
+        vmax=len(_CLASS_COLOURS) - 0.5,
+    )
     for place in range(len(names)):
         for column in range(len(sizes)):
             if not np.isnan(cells[place, column]):
-                ax.text(column, place, int(cells[place, column]) + 1, ha="center", va="center", color="white", fontsize=7)
+                ax.text(
+                    column, place, int(cells[place, column]) + 1, ha="center", va="center", color="white", fontsize=7
+                )
     shown = range(0, len(sizes), max(1, len(sizes) // 16))
-    ax.set(yticks=range(len(names)), yticklabels=names, xticks=list(shown), xticklabels=[sizes[i] for i in shown],
-           xlabel="rows (number in a cell: the class, in order of appearance)", title=title)
+    ax.set(
+        yticks=range(len(names)),
+        yticklabels=names,
+        xticks=list(shown),
+        xticklabels=[sizes[i] for i in shown],
+        xlabel="rows (number in a cell: the class, in order of appearance)",
+        title=title,
+    )
     ax.tick_params(axis="x", labelrotation=60, labelsize=8)
     ax.grid(False)
     return fig
@@ -39,12 +54,15 @@ def class_map(frame: pd.DataFrame, title: str = "") -> Figure:
 
 @drawn
 def trees(edges: pd.DataFrame) -> Figure:
-    """edges: `studies.invariant.tree_edges`. Additions as brackets over the terms, each at the step at which it can happen."""
+    """edges: `studies.invariant.tree_edges`. Additions as brackets over the terms, each at the step at which it can
+    happen."""
     panels = list(edges.groupby("panel", sort=False))
     fig, axes = plt.subplots(len(panels), 1, figsize=(7.2, 1.9 * len(panels)), squeeze=False, sharex=True)
     for ax, (name, part) in zip(axes[:, 0], panels):
         for edge in part.itertuples():
-            ax.plot([edge.x, edge.child_x, edge.child_x], [edge.step, edge.step, edge.child_step], color="C0", linewidth=0.9)
+            ax.plot(
+                [edge.x, edge.child_x, edge.child_x], [edge.step, edge.step, edge.child_step], color="C0", linewidth=0.9
+            )
         ax.set(title=name, ylabel="additions so far")
         ax.title.set_fontsize(10)
         ax.grid(False)
