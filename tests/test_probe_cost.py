@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
 from batch_variance.hooks.axes import Replay, other_values
 from batch_variance.hooks.calls import Binder, signature_of
+from batch_variance.hooks.checks import Finding
 from batch_variance.hooks.layouts import ALIGNMENT, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
 from batch_variance.hooks.probe import _overwritten
@@ -80,17 +81,41 @@ def test_differences_are_those_of_each_replay_where_the_kernel_has_one_buffer():
     assert torch.equal(buffer, x)
 
 
+def test_what_a_check_replays_does_not_reach_the_engines_result():
+    class Doubled:
+        def look(self, context):
+            found = context.replay(lambda call: call.replace({"x": call.get("x") * 2}))
+            return Finding(context.rows, 0, found.rows_differ == context.rows)
+
+    buffer, x = torch.zeros(3), torch.rand(3, 4)
+
+    def kernel(x):
+        buffer.copy_(x.sum(1).expand(3))
+        return buffer
+
+    engine = site(kernel)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun",), checks=[Doubled()]) as probe:
+        assert torch.equal(engine.kernel(x), x.sum(1))
+    assert torch.equal(buffer, x.sum(1)) and probe.well_formed()["verdict"].tolist() == ["ok"]
+
+
 def test_rows_too_large_to_keep_are_measured_at_once_to_the_same_counts(monkeypatch):
+    joined, hstack = [], torch.hstack
+    monkeypatch.setattr(torch, "hstack", lambda flags: joined.append(len(flags)) or hstack(flags))
+
     def session():
+        joined.clear()
         generator = torch.Generator().manual_seed(2)
         engine = site(lambda x: (x * (1 + 2.0**-18 * len(x)), (x[:, 0] * len(x)).long()))
         with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=AXES) as probe:
             engine.kernel(torch.randn(3, 16, generator=generator))
-        return probe.records()
+        return probe.records(), len(joined)
 
-    kept = session()
+    kept, reads = session()
     monkeypatch.setattr(comparing, "AT_ONCE", 0)
-    assert kept.equals(session()) and kept["elements_differ"].sum() > 0
+    at_once, more = session()
+    assert kept.equals(at_once) and kept["elements_differ"].sum() > 0
+    assert reads == 2 and more > kept["replays"].sum()
 
 
 def test_every_generator_is_set_back_exactly():

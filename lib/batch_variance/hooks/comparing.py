@@ -42,9 +42,7 @@ class Difference:
             self.elements_differ + other.elements_differ,
             max(self.max_ulp, other.max_ulp),
             max(self.max_row_scaled_ulp, other.max_row_scaled_ulp),
-            [a + b for a, b in zip(self.histogram, other.histogram)]
-            if other.elements_differ
-            else list(self.histogram),
+            [a + b for a, b in zip(self.histogram, other.histogram)] if other.elements_differ else list(self.histogram),
         )
 
 
