@@ -378,7 +378,7 @@ def test_every_figure_draws_live_and_recorded_alike(tables, setup):
     figures = [
         plots.outputs(tables["outputs"], tables["pairs"], "label"), plots.ulp_distribution(tables["ulp_shares"]), plots.margins(tables["margin_curves"], tables["ratios"]),
         plots.survival(tables["survival"], tables["second_span"]), plots.predicted_and_observed(tables["levels"]), plots.calibration(tables["calibration"]),
-        plots.parity(tables["parity"][tables["parity"].over == "requests"]), plots.candidates(pair.candidates),
+        plots.parity(tables["parity"][tables["parity"].over == "prompts"]), plots.candidates(pair.candidates),
         plots.survival(tables["survival"], tables["second_span"].head(0)), plots.ulp_distribution(tables["ulp_shares"].assign(further=0.0)),
     ]
     for fig in figures:

@@ -430,9 +430,10 @@ def facts(setup: Setup, requests: pd.DataFrame, margins: pd.DataFrame, positions
     ab = requests[requests.run.isin(["A", "B"])]
     random = np.random.default_rng(p.seed)
     distinct = places[["prompt", "position"]].drop_duplicates()
-    # The test's own controls: as many places drawn anywhere, and those of each prompt's smallest margins.
+    # The test's own controls: as many places drawn anywhere, and those of the smallest margins, a prompt's smallest first.
     anywhere = margins.iloc[random.permutation(len(margins))[: len(distinct)]]
-    smallest = margins.sort_values("margin", kind="stable").groupby("prompt").head(max(1, -(-len(distinct) // margins.prompt.nunique())))
+    order = margins.assign(rank=margins.groupby("prompt").margin.rank(method="first")).sort_values(["rank", "margin"], kind="stable")
+    smallest = order.head(len(distinct))
     gap = planted_gap(requests, p)
     found = {**spans.near_ties(places, margins, seed=p.seed), "p of random places": spans.near_ties(anywhere, margins, seed=p.seed)["p"],
              "p of smallest margins": spans.near_ties(smallest, margins, seed=p.seed)["p"], **{f"trend {name}": value for name, value in spans.trend(ab, seed=p.seed).items()},
@@ -448,7 +449,7 @@ def planted_gap(requests: pd.DataFrame, p: Parameters) -> pd.Series:
     level = requests[requests.concurrency == p.parity_concurrency]
     y = level[level.run == "C"]
     y = y.assign(text=y.text.where(y.prompt % 2 == 0, "replaced"))
-    return parity.separate(level[level.run.isin(["A", "B"])], y, seed=p.seed).set_index("quantity").loc[parity.GAP]
+    return parity.separate(level[level.run.isin(["A", "B"])], y, over="prompts", seed=p.seed).set_index("quantity").loc[parity.GAP]
 
 
 # --- One pair of texts ------------------------------------------------------------------------------------------------

@@ -217,14 +217,14 @@ def prediction_verdict(tables: Tables, prefix: str = "03.") -> dict:
         "id": f"{prefix}prediction", "claim": "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, and which prompts better than misplaced margins do",
         "holds": bool(best.mean_absolute <= 0.1 and best.brier < errors.loc["margins misplaced", "brier"]), "value": round(float(best.mean_absolute), 4), "expected": "<= 0.1", "n": int(_fact(tables, "requests predicted")),
         "negative_control": _fact(tables, "predicted alone") == 0 and _fact(tables, "observed alone") == 0,
-        "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0), "occurred": _changed(tables).events >= SMALLEST,
+        "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0), "occurred": _fact(tables, "places") >= SMALLEST,
     }
 
 
 # --- Parity ---
 
 
-def _parity(tables: Tables, case: str, quantity: str, over: str = "requests") -> pd.Series:
+def _parity(tables: Tables, case: str, quantity: str, over: str = "prompts") -> pd.Series:
     found = tables["parity"]
     return found[(found.case == case) & (found.quantity == quantity) & (found.over == over)].iloc[0]
 
@@ -232,11 +232,11 @@ def _parity(tables: Tables, case: str, quantity: str, over: str = "requests") ->
 def parity_sentence(tables: Tables) -> str:
     said = []
     for case in dict.fromkeys(tables["parity"].case):
-        mismatch, noise, gap, share = (_parity(tables, case, name) for name in (MISMATCH, NOISE, GAP, SHARE))
-        wide = _parity(tables, case, GAP, "prompts")
+        mismatch, noise, gap = (_parity(tables, case, name, "requests") for name in (MISMATCH, NOISE, GAP))
+        share, wide = (_parity(tables, case, name) for name in (SHARE, GAP))
         part = f"of which batch noise explains {share.value:.0%} ({share.low:.0%} to {share.high:.0%})" if share.value == share.value else "so there is nothing to explain"
-        said.append(f"{case}: {mismatch.value:.1%} of texts disagree, {part}; noise alone would give {noise.value:.1%}; the gap left is {gap.value:.1%} ({gap.low:.1%} to {gap.high:.1%} for these prompts, "
-                    f"{wide.low:.1%} to {wide.high:.1%} for prompts like these)")
+        said.append(f"{case}: {mismatch.value:.1%} of texts disagree, {part}; noise alone would give {noise.value:.1%}; the gap left is {gap.value:.1%} ({wide.low:.1%} to {wide.high:.1%} for prompts like these, "
+                    f"{gap.low:.1%} to {gap.high:.1%} for further requests of these, were they independent)")
     return f"{'. '.join(said)}. Alone, {_fact(tables, 'solo gap'):.0f} of {_fact(tables, 'prompts'):.0f} prompts' texts differ between the engine and its twin."
 
 
@@ -287,5 +287,5 @@ def conclusion(setup: Setup, tables: Tables, recorded: dict[str, Tables]) -> str
         lines.append(
             f"- **{label}** ({tier}): {_changed(found)} requests change text above concurrency 1, {_twin(found)} with every mechanism off. {_collapse(found)} "
             f"Margins and the others' noise predict the share diverged to {errors.loc['independent', 'mean_absolute']:.1%}; requests of one prompt share up to {noise[_SHARED].max():.0%} of their noise, which no model "
-            f"of independent draws knows. Of an engine's disagreement with itself, {null.value:.1%} of texts, all is batch noise: a benchmark that compares single runs would call it a gap.")
+            f"of independent draws knows. The engine disagrees with itself on {null.value:.1%} of texts: a benchmark that compares two single runs would take that for a parity gap.")
     return "\n".join(lines)

@@ -67,8 +67,8 @@ class Solo:
     @property
     def margin(self) -> torch.Tensor:
         """float32 [prompts, T], best minus second logit."""
-        both = torch.stack([self.best, self.second], -1)
-        return -self.logits.gather(-1, both).diff(dim=-1).squeeze(-1)
+        best, second = (self.logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) for token in (self.best, self.second))
+        return best - second
 
     def margins(self) -> pd.DataFrame:
         """prompt, position, margin, best, second (token ids) and their logits."""

@@ -15,6 +15,8 @@ Where Y's noise is not known (one request a prompt), it is taken to be X's, and 
 of X-Y mismatch for X-X mismatch. All three agreements are averaged over prompts before the gap is taken, so a prompt
 counts by how much noise leaves to see of it. Texts are compared up to the length that was generated: a gap can only grow
 with it. Intervals are bootstrapped, over requests for these prompts, or over prompts and requests for all one might ask.
+The former take requests as independent; where those of one run share steps, and with them their noise, only the latter,
+which resample a prompt whole, allow for that.
 """
 
 from typing import Literal
@@ -42,11 +44,15 @@ def separate(x: pd.DataFrame, y: pd.DataFrame, over: Literal["requests", "prompt
     """
     counts = _counts(x[x.run == "A"], x[x.run == "B"], y)
     random = np.random.default_rng(seed)
-    drawn = _agreements(*(_resampled(c, draws, random) for c in counts))
+    # One request in n + 1 says any text that the prompt got from anyone: few requests that agree do not prove that all do.
+    pooled = sum(c / c.sum(-1, keepdims=True) for c in counts) / len(counts)
+    drawn = _agreements(*(_resampled(c, pooled, draws, random) for c in counts))
     both, noise = _agreements(*counts)
-    # A root is concave: by the delta method its estimate is low by variance / (8 x value^1.5).
+    # A root is concave: by the delta method its estimate is low by variance / (8 x value^1.5). Without Y's own noise it is exact.
+    plain = _agreements(*(_resampled(c, c / c.sum(-1, keepdims=True), draws, random) for c in counts))[1]
+    low_by = np.where(counts[2].sum(-1) > 1, plain.var(0) / (8 * np.maximum(noise, 1e-12) ** 1.5), 0.0)
     allowed = np.sqrt(noise)
-    allowed = allowed + np.minimum(drawn[1].var(0) / (8 * np.maximum(noise, 1e-12) ** 1.5), allowed)
+    allowed = allowed + np.minimum(low_by, allowed)
     found = _quantities(both, allowed)
     sample = _quantities(*_picked(drawn[0], np.sqrt(drawn[1]), over, random))
     # Requests drawn again from n vary less than new ones would, by (n - 1) / n.
@@ -104,10 +110,10 @@ def _quantities(agree: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     return np.stack([1 - agree, 1 - allowed, gap, share])
 
 
-def _resampled(counts: np.ndarray, draws: int, random: np.random.Generator) -> np.ndarray:
-    """int [draws, prompts, texts]: each prompt's requests drawn anew from its own."""
+def _resampled(counts: np.ndarray, pooled: np.ndarray, draws: int, random: np.random.Generator) -> np.ndarray:
+    """int [draws, prompts, texts]: each prompt's n requests drawn anew from its own, one in n + 1 from ``pooled``."""
     size = counts.sum(-1)
-    return random.multinomial(size, counts / size[:, None], size=(draws, len(size)))
+    return random.multinomial(size, (counts + pooled) / (size[:, None] + 1), size=(draws, len(size)))
 
 
 def _picked(agree: np.ndarray, allowed: np.ndarray, over: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
