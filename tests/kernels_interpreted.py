@@ -11,8 +11,8 @@ import triton.language as tl
 from batch_variance.kernels.attention import triton as attention
 from batch_variance.kernels.attention.reference import attend_float64
 from batch_variance.kernels.gemm import triton as gemm
-from batch_variance.kernels.moe import reference as moe_reference
-from batch_variance.kernels.moe import triton as moe
+from batch_variance.kernels.moe import in_turn as moe_reference
+from batch_variance.kernels.moe import in_turn_triton as moe
 from batch_variance.kernels.norm import triton as norm
 from batch_variance.kernels.nvfp4 import GEMM, GEMV
 from batch_variance.kernels.nvfp4 import triton as nvfp4

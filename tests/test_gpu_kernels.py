@@ -8,7 +8,7 @@ from batch_variance.kernels.attention.reference import attend_float64
 from batch_variance.kernels.decode import attend as split_attend
 from batch_variance.kernels.decode import exact, random_inputs
 from batch_variance.kernels.gemm.reference import matmul_float64 as gemm_float64
-from batch_variance.kernels.moe import reference as moe_reference
+from batch_variance.kernels.moe import in_turn as moe_reference
 from batch_variance.kernels.norm.reference import rms_norm as norm_reference
 from batch_variance.kernels.nvfp4 import GEMM, GEMV, policy
 from batch_variance.kernels.nvfp4.reference import matmul_float64

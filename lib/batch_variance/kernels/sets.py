@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ..numerics import NVFP4Tensor
 from .attention import reference as attention_reference
 from .gemm import reference as gemm_reference
-from .moe import reference as moe_reference
+from .moe import in_turn
 from .norm import reference as norm_reference
 from .norm.reference import BLOCK as NORM_BLOCK
 from .nvfp4 import Arithmetic
@@ -93,7 +93,7 @@ class AsComputed:
         return torch.cat([self.nvfp4(*piece) for piece in pieces if piece[0].shape[0]])
 
     def add_in_turn(self, parts, bfloat16=False):
-        return moe_reference.add_in_turn(parts, bfloat16)
+        return in_turn.add_in_turn(parts, bfloat16)
 
 
 class EmulatedKernels(AsComputed):
@@ -133,7 +133,7 @@ class TritonKernels(AsComputed):
     def __init__(self):
         from .attention import triton as attention
         from .gemm import triton as gemm
-        from .moe import triton as moe
+        from .moe import in_turn_triton as moe
         from .norm import triton as norm
         from .nvfp4 import triton as nvfp4
 
