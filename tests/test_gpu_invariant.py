@@ -48,7 +48,7 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("K,N,count", SHAPES)
 def test_gemm_is_one_class_over_configurations_and_rows(K, N, count, dtype):
     x, w, b = random(300, K, dtype=dtype), random(N, K, seed=1, dtype=dtype), random(N, seed=2, dtype=dtype)

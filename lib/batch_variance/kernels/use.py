@@ -171,8 +171,9 @@ REPLACEMENTS = {
     aten._log_softmax.default: _softmax_like(rows.log_softmax),
     aten.mean.dim: _reduce(rows.mean),
     aten.sum.dim_IntList: _reduce(rows.row_sum),
-    aten._fused_rms_norm.default: _rms_norm,
 }
+if hasattr(aten, "_fused_rms_norm"):
+    REPLACEMENTS[aten._fused_rms_norm.default] = _rms_norm
 
 
 def _name(func) -> str:
