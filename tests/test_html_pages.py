@@ -20,7 +20,7 @@ from axe_playwright_python.sync_playwright import Axe
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from PIL import Image
 
-from batch_variance.reporting.html import without_progress
+from batch_variance.reporting.html import WIDGET, without_progress
 from batch_variance.reporting.parameters import read_parameters_file
 from batch_variance.reporting.runner import run_report
 
@@ -46,6 +46,9 @@ from tqdm import tqdm as plain
 for _ in plain(range(5), desc='plain-noisy'): pass
 print('a true warning', file=sys.stderr)
 print('printed <b>words</b>', 'papermill' in sys.modules, 'nbconvert' in sys.modules)"""
+EXPLORER = """from IPython.display import Markdown
+from batch_variance.reporting.widgets import tree_explorer
+Markdown(tree_explorer({'chain': (((0, 1), 2), 3), 'pairs': ((0, 1), (2, 3))}, 'emulated', 2))"""
 INLINE = """fig, axes = plt.subplots()
 axes.plot([1, 2])
 display(fig)
@@ -78,7 +81,8 @@ def report(tmp_path_factory):
         new_markdown_cell("## Later"),
         new_code_cell("print('x')"),
     ]
-    for name, some in (("01_rows", cells), ("02_fails", fails)):
+    explores = [new_markdown_cell("# Two orders?"), new_code_cell(EXPLORER)]
+    for name, some in (("01_rows", cells), ("02_fails", fails), ("03_explores", explores)):
         notebook = new_notebook(cells=some)
         notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, folder / f"{name}.ipynb")
@@ -109,7 +113,7 @@ class Page(HTMLParser):
         self._in_style = False
 
 
-PAGES = ("index", "01_rows", "02_fails")
+PAGES = ("index", "01_rows", "02_fails", "03_explores")
 
 
 @pytest.fixture(params=PAGES)
@@ -224,9 +228,10 @@ def test_verdicts_are_on_both_pages_with_their_words(report):
 
 
 def test_the_figures_are_files_too_and_the_index_has_a_thumbnail(report):
-    assert [path.name for path in (report / "figures").iterdir()] == ["01_variants.png"]
+    names = sorted(path.name for path in (report / "figures").iterdir())
+    assert names == ["01_variants.png", "03_tree-explorer.json", "03_tree-explorer.png"]
     sources = [attrs["src"] for tag, attrs in Page(report / "index.html").elements if tag == "img"]
-    assert len(sources) == 1
+    assert len(sources) == 2
     small = Image.open(io.BytesIO(base64.b64decode(sources[0].split(",")[1])))
     assert small.width <= 480 and len(sources[0]) < 60_000
 
@@ -274,6 +279,25 @@ def test_the_page_hands_out_notebook_parameters_and_data(report, tmp_path):
     assert checks.loc["01.varies", ["low", "high"]].tolist() == [0.4735, 0.9968]
     assert checks.verdict.to_dict() == {"01.varies": "pass", "01.agrees": "fail", "01.crossed": "inconclusive"}
     assert download(report / "index.html", "checks.csv").decode().count("\n") == 4
+
+
+def test_an_explorer_is_its_twin_on_the_page_and_live_in_the_notebook(report):
+    """No blank where a control was: a figure with alt text and its data; the executed notebook keeps control and state."""
+    page = Page(report / "03_explores.html")
+    (image,) = [attrs for tag, attrs in page.elements if tag == "img"]
+    assert image["src"].startswith("data:image/png") and "3 additions, 3 deep" in image["alt"]
+    assert "in JupyterLab its controls move the figure" in page.text and "jupyter-widgets" not in page.text.lower()
+    with zipfile.ZipFile(io.BytesIO(download(report / "03_explores.html", "03_explores.data.zip"))) as packed:
+        assert packed.namelist() == ["figure-tree-explorer-lines.csv"]
+        assert len(pd.read_csv(packed.open("figure-tree-explorer-lines.csv"))) == 2 * 3 * 3, (
+            "trees, additions, lines of each"
+        )
+    notebook = nbformat.read(report / "03_explores.ipynb", as_version=4)
+    views = [
+        output.data for cell in notebook.cells for output in cell.get("outputs", []) if WIDGET in output.get("data", {})
+    ]
+    state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"].state
+    assert len(views) == 1 and views[0][WIDGET]["model_id"] in state
 
 
 # A real browser.

@@ -78,7 +78,7 @@ def tables_of(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
 
 def archive(entry: Entry) -> bytes:
     """A zip of all CSV: checks, tables by number, and the frames behind each figure."""
-    files = {"checks.csv": checks_csv(entry.checks)}
+    files = {"checks.csv": checks_csv(entry.checks)} if entry.checks else {}
     for one in tables_of(entry.notebook):
         files[f"table-{one['number']:02d}-{_slug(one['caption'])}.csv"] = one["csv"]
     for cell in entry.notebook.cells:
