@@ -282,7 +282,7 @@ def test_the_page_hands_out_notebook_parameters_and_data(report, tmp_path):
 
 
 def test_an_explorer_is_its_twin_on_the_page_and_live_in_the_notebook(report):
-    """No blank where a control was: a figure with alt text and its data; the executed notebook keeps control and state."""
+    """No blank where a control was: a figure with alt text and its data. The executed notebook keeps the control."""
     page = Page(report / "03_explores.html")
     (image,) = [attrs for tag, attrs in page.elements if tag == "img"]
     assert image["src"].startswith("data:image/png") and "3 additions, 3 deep" in image["alt"]
