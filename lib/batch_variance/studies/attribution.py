@@ -221,7 +221,7 @@ def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
         rows.append({
             "mechanism": name, "alone it chose": ", ".join(sorted(set(alone.choice))), "in a batch it chose": ", ".join(sorted(set(batch.choice))),
             "choices never met alone": float(new["count"].sum() / max(batch["count"].sum(), 1)), "occurred": occurred(on, name),
-            **table.loc[name, ["margins moved", "largest move", "requests", "changed", "low", "high"]].to_dict(),
+            **{column: table.at[name, column] for column in ("margins moved", "largest move", "requests", "changed", "low", "high")},
         })
     return pd.DataFrame(rows).sort_values("changed", ascending=False, kind="stable", ignore_index=True)
 

@@ -190,7 +190,9 @@ def planted_sentence(planted: pd.DataFrame, alone: pd.DataFrame) -> str:
         rate = row.changed / row.requests
         above = [size for size, known in zip(sizes, rates) if known > rate]
         below = [size for size, known in zip(sizes, rates) if known <= rate]
-        where = f"more than {max(below):g}" if not above else f"less than {min(above):g}" if not below else f"{max(below):g} to {min(above):g}"
+        # A share of 0 has no place between sizes that change nothing either: it is below the smallest that changes something.
+        where = (f"less than {min(above):g}" if not below or (not row.changed and above) else f"at least {max(below):g}" if not above
+                 else f"{max(below):g} to {min(above):g}")
         said.append(f"{_named(row.mechanism)} {where}")
     return f"Logit noise of standard deviation {scale} of the texts. On that scale: {'; '.join(said)}."
 
@@ -392,12 +394,16 @@ def off_sentence(table: pd.DataFrame) -> str:
 
 def conclusion(measured: Measured, design: Design, alone: pd.DataFrame, shares: pd.DataFrame) -> str:
     """What a reader should take along, from these tables."""
-    silent = [_named(row["mechanism"]) for _, row in alone.iterrows() if row["margins moved"] > 0 and row["changed"] == 0]
+    silent = [row["mechanism"] for _, row in alone.iterrows() if row["margins moved"] > 0 and row["changed"] == 0]
     order = ", ".join(f"{_named(row.mechanism)} ({row.share:.1%})" for row in shares.itertuples())
     off, on = _worth(measured, "none"), _worth(measured, _all_on(design))
     return "\n".join([
         f"- **All off: {off} changed. All on: {on}.** Whatever varies under some of the mechanisms is theirs.",
         f"- **Budget**, in shares of requests: {order}.",
-        f"- **A kernel that varies is not yet the cause.** {', '.join(silent) if silent else 'No mechanism'} moved bits and changed no text here."
-        + (" Repairing one of them alone would have been followed by as many changed texts as before." if silent else ""),
+        f"- **A kernel that varies is not yet the cause.** {', '.join(map(_named, silent)) if silent else 'No mechanism'} moved bits and changed no text here."
+        + "".join(f" With {_named(name)} made invariant and the others on, {_repaired(measured, design, name)} change." for name in silent),
     ])
+
+
+def _repaired(measured: Measured, design: Design, name: str) -> str:
+    return str(_worth(measured, "+".join(design.but(design.mechanisms, name)) or "none"))
