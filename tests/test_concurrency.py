@@ -1,4 +1,6 @@
-"""Notebook 03's study: forced texts, spans and margins by hand, and its tables, verdicts and figures on a tiny model."""
+"""Notebook 03's study: forced texts, spans and margins by hand, and its tables, verdicts and figures on a tiny
+model.
+"""
 
 import ast
 import json
@@ -70,8 +72,17 @@ def _as_built(case, config):
 
 def test_forced_alone_nothing_moves(case):
     settings, model, alone = case
-    found = forcing.measure(model, PROMPTS, alone, Load(1, 8, TOKENS, seed=3), _as_built(case, EngineConfig(max_requests=1, max_length=40, ignore_eos=True)), {"concurrency": 1})
-    assert len(found.positions) == 8 * TOKENS and not found.positions.flipped.any() and (found.positions.noise == 0).all()
+    found = forcing.measure(
+        model,
+        PROMPTS,
+        alone,
+        Load(1, 8, TOKENS, seed=3),
+        _as_built(case, EngineConfig(max_requests=1, max_length=40, ignore_eos=True)),
+        {"concurrency": 1},
+    )
+    assert (
+        len(found.positions) == 8 * TOKENS and not found.positions.flipped.any() and (found.positions.noise == 0).all()
+    )
     assert found.positions[["hidden_largest_ulp", "logits_largest_ulp", "hidden_other_bits"]].to_numpy().max() == 0
     moved = found.values[found.values.up_to > 0]["values"].sum()
     assert moved == 0 and found.values["values"].sum() == 8 * TOKENS * (64 + 272)
@@ -85,9 +96,17 @@ def test_forced_in_a_batch_bits_move_and_contexts_do_not(case):
     def watch(requests, hidden, logits, chosen):
         engines.append(([(r.prompt, list(r.output)) for r in requests], logits.clone(), hidden.clone(), chosen))
 
-    run = serve(model, PROMPTS, Load(8, 16, TOKENS, seed=3), config, build=partial(forcing.ForcedEngine, texts=alone.texts, notice=watch))
+    run = serve(
+        model,
+        PROMPTS,
+        Load(8, 16, TOKENS, seed=3),
+        config,
+        build=partial(forcing.ForcedEngine, texts=alone.texts, notice=watch),
+    )
     assert all(r.output == alone.texts[r.prompt] for r in run.requests)
-    found = forcing.measure(model, PROMPTS, alone, Load(8, 16, TOKENS, seed=3), config, {"concurrency": 8, "run": "F"}).positions
+    found = forcing.measure(
+        model, PROMPTS, alone, Load(8, 16, TOKENS, seed=3), config, {"concurrency": 8, "run": "F"}
+    ).positions
     assert (found.hidden_other_bits > 0).any() and (found.concurrency == 8).all()
     # The numbers of one step again, from the tensors that the engine showed.
     said, logits, hidden, chosen = engines[-1]
@@ -97,7 +116,9 @@ def test_forced_in_a_batch_bits_move_and_contexts_do_not(case):
     number = [r.number for r in run.requests if r.prompt == prompt]
     rows = found[(found.prompt == prompt) & (found.position == position) & found.request.isin(number)]
     best, second = int(alone.best[prompt, position]), int(alone.second[prompt, position])
-    noise = float(logits[0, best] - logits[0, second]) - float(alone.logits[prompt, position, best] - alone.logits[prompt, position, second])
+    noise = float(logits[0, best] - logits[0, second]) - float(
+        alone.logits[prompt, position, best] - alone.logits[prompt, position, second]
+    )
     assert noise in rows.noise.tolist() and chosen[0] in rows.chosen.tolist()
     assert (rows.flipped == (rows.chosen != best)).all()
     share = float((hidden[0] != alone.hidden[prompt, position]).double().mean())
@@ -106,7 +127,14 @@ def test_forced_in_a_batch_bits_move_and_contexts_do_not(case):
 
 def test_row_scaled_ranges_count_each_value_once(case):
     settings, model, alone = case
-    found = forcing.measure(model, PROMPTS, alone, Load(4, 4, TOKENS, seed=0), _as_built(case, EngineConfig(max_requests=4, max_length=40, ignore_eos=True)), {"concurrency": 4})
+    found = forcing.measure(
+        model,
+        PROMPTS,
+        alone,
+        Load(4, 4, TOKENS, seed=0),
+        _as_built(case, EngineConfig(max_requests=4, max_length=40, ignore_eos=True)),
+        {"concurrency": 4},
+    )
     for kind, width in zip(forcing.KINDS, (64, 272)):
         part = found.values[found.values.kind == kind]
         assert part["values"].sum() == 4 * TOKENS * width
@@ -136,8 +164,9 @@ def test_survival_when_all_diverge_at_once():
 
 def test_second_spans_by_hand():
     alone = "1 2 3 4 5 6"
-    requests = _requests((8, 0, 1), (8, 0, 2), (8, 0, 5), (8, 0, -1), (8, 0, 0), run="A", request=range(5), alone=alone).assign(
-        text=["1 9 3 4 9 6", "1 2 9 9 5 6", "1 2 3 4 5 9", alone, "9 2 3 4 5 6"])
+    requests = _requests(
+        (8, 0, 1), (8, 0, 2), (8, 0, 5), (8, 0, -1), (8, 0, 0), run="A", request=range(5), alone=alone
+    ).assign(text=["1 9 3 4 9 6", "1 2 9 9 5 6", "1 2 3 4 5 9", alone, "9 2 3 4 5 6"])
     found = spans.second_spans(requests).set_index("request")
     assert found.second_span.tolist() == [2, 0, 0, 5] and found.censored.tolist() == [False, False, True, True]
     assert found.agree_after.tolist()[:2] == [0.75, pytest.approx(2 / 3)] and np.isnan(found.agree_after[2])
@@ -152,8 +181,13 @@ def test_second_spans_by_hand():
 
 def _positions(scale, prompts=6, length=40, seed=0):
     solo = np.random.default_rng(seed).exponential(2, (prompts, length)) + 0.01
-    return pd.DataFrame([{"concurrency": 8, "prompt": p, "position": t, "solo_margin": solo[p, t], "margin": solo[p, t] * scale}
-                         for p in range(prompts) for t in range(length)])
+    return pd.DataFrame(
+        [
+            {"concurrency": 8, "prompt": p, "position": t, "solo_margin": solo[p, t], "margin": solo[p, t] * scale}
+            for p in range(prompts)
+            for t in range(length)
+        ]
+    )
 
 
 def test_a_shrunken_margin_is_seen_and_noise_is_not():
@@ -170,7 +204,12 @@ def test_near_ties_are_told_from_any_place():
     margins = _positions(1.0)[["prompt", "position", "margin"]]
     smallest = margins.sort_values("margin").groupby("prompt").head(2)
     tied = spans.near_ties(pd.concat([smallest, smallest]), margins)
-    assert tied["places"] == 12 and tied["p"] < 0.001 and tied["mean_rank"] < 0.05 and tied["expected"] == pytest.approx(0.5, abs=0.01)
+    assert (
+        tied["places"] == 12
+        and tied["p"] < 0.001
+        and tied["mean_rank"] < 0.05
+        and tied["expected"] == pytest.approx(0.5, abs=0.01)
+    )
     random, small = np.random.default_rng(3), 0
     for seed in range(60):
         anywhere = margins.groupby("prompt").sample(2, random_state=random.integers(2**31))
@@ -190,7 +229,12 @@ def test_the_trend_test_sees_a_rise_and_not_a_fall():
     random = np.random.default_rng(0)
 
     def drawn(shares):
-        return pd.concat([_requests(*[(c, p, 3 if random.random() < share else -1) for p in range(8) for _ in range(10)]) for c, share in shares.items()])
+        return pd.concat(
+            [
+                _requests(*[(c, p, 3 if random.random() < share else -1) for p in range(8) for _ in range(10)])
+                for c, share in shares.items()
+            ]
+        )
 
     up = spans.trend(drawn({1: 0, 2: 0.1, 8: 0.25, 64: 0.5}), draws=300)
     assert up["p"] < 0.01 and up["correlation"] > 0.2 and up["lowest"] < up["highest"]
@@ -210,10 +254,30 @@ def values(tiny_folder, tmp_path_factory):
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
     prompts.write_text(json.dumps(TEXTS))
     return dict(
-        model=str(tiny_folder), ffn="moe", experts=6, top_k=4, expert_split="contiguous", mechanisms=["all"], threshold=4, storage="bfloat16", logits="float32",
-        concurrencies=[1, 4, 8], requests=16, alone_requests=4, forced_requests=32, twin_concurrencies=[8], parity_concurrency=8, tokens=8, stop_width=0.0, prompts=str(prompts),
-        prompt_count=4, seed=0, device="cpu", processes=2, record="",
-    )  # fmt: skip
+        model=str(tiny_folder),
+        ffn="moe",
+        experts=6,
+        top_k=4,
+        expert_split="contiguous",
+        mechanisms=["all"],
+        threshold=4,
+        storage="bfloat16",
+        logits="float32",
+        concurrencies=[1, 4, 8],
+        requests=16,
+        alone_requests=4,
+        forced_requests=32,
+        twin_concurrencies=[8],
+        parity_concurrency=8,
+        tokens=8,
+        stop_width=0.0,
+        prompts=str(prompts),
+        prompt_count=4,
+        seed=0,
+        device="cpu",
+        processes=2,
+        record="",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +301,18 @@ def test_parameters_are_the_notebook_s_and_its_values_are_good():
     cell = next(c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
     assert [line.targets[0].id for line in ast.parse(cell.source).body] == list(study.Parameters.model_fields)
     assert all("  # " in line for line in cell.source.splitlines())
-    assert all(not c.get("outputs") and len(c.source.splitlines()) <= 15 for c in notebook.cells if c is not cell and c.cell_type == "code")
+    assert all(
+        not c.get("outputs") and len(c.source.splitlines()) <= 15
+        for c in notebook.cells
+        if c is not cell and c.cell_type == "code"
+    )
     defaults = read_defaults(folder / f"{NOTEBOOK}.ipynb")
     full = study.Parameters.checked(defaults)
-    assert full.requests >= 1000 and full.concurrencies == [1, 2, 4, 8, 16, 32, 64] and full.settings.mechanisms == Mechanisms.all()
+    assert (
+        full.requests >= 1000
+        and full.concurrencies == [1, 2, 4, 8, 16, 32, 64]
+        and full.settings.mechanisms == Mechanisms.all()
+    )
     quick = study.Parameters.checked(defaults | read_settings(folder).get(NOTEBOOK, {}).get("quick", {}))
     assert quick.requests <= full.requests
 
@@ -279,10 +351,21 @@ def test_a_bad_parameter_is_one_sentence(values, change, words):
 def test_every_cell_is_served_whole(results, setup):
     free = results.requests
     sizes = free.groupby(["concurrency", "run"]).size()
-    assert {key: int(size) for key, size in sizes.items()} == {(1, "A"): 4, (1, "B"): 4, (4, "A"): 16, (4, "B"): 16, (8, "A"): 16, (8, "B"): 16, (8, "C"): 16, (8, "twin"): 16}
+    assert {key: int(size) for key, size in sizes.items()} == {
+        (1, "A"): 4,
+        (1, "B"): 4,
+        (4, "A"): 16,
+        (4, "B"): 16,
+        (8, "A"): 16,
+        (8, "B"): 16,
+        (8, "C"): 16,
+        (8, "twin"): 16,
+    }
     assert (free.text.str.split().str.len() == 8).all() and (free.margins.str.split().str.len() == 8).all()
     assert (free.first_divergence[free.concurrency == 1] == -1).all()
-    assert (free[free.run != "twin"].first_divergence >= 0).any() and (free[free.run == "twin"].first_divergence == -1).all()
+    assert (free[free.run != "twin"].first_divergence >= 0).any() and (
+        free[free.run == "twin"].first_divergence == -1
+    ).all()
     forced = results.forced.positions
     assert forced.groupby("concurrency").request.nunique().to_dict() == {1: 4, 4: 32, 8: 32} and len(forced) == 68 * 8
     assert not forced.duplicated(["concurrency", "request", "position"]).any()
@@ -310,7 +393,9 @@ def test_tables_count_what_was_served(tables, results):
     part = results.requests[(results.requests.concurrency == 8) & (results.requests.run == "A")]
     assert outputs.loc[(8, "A"), "differ from alone"] == (part.text != part.alone).sum()
     assert outputs.loc[(8, "A"), "most variants"] == part.groupby("prompt").text.nunique().max()
-    assert (outputs.low <= outputs["differ from alone"] / outputs.requests).all() and (outputs["worth independent"] <= outputs.requests).all()
+    assert (outputs.low <= outputs["differ from alone"] / outputs.requests).all() and (
+        outputs["worth independent"] <= outputs.requests
+    ).all()
     pairs = tables["pairs"].set_index("concurrency")
     both = results.requests[results.requests.concurrency == 8].pivot(index="request", columns="run", values="text")
     assert pairs.loc[8, "differ between A and B"] == (both.A != both.B).sum() and pairs.loc[1, "exact match"] == 1
@@ -321,21 +406,36 @@ def test_tables_count_what_was_served(tables, results):
 
 def test_verdicts_pass_their_shape_and_can_fail(tables):
     found = {v["id"]: judge(tier="emulated", **v) for v in findings.verdicts(tables)}
-    assert {name: found[name].verdict for name in ("03.texts-depend", "03.twin-invariant")} == {"03.texts-depend": "pass", "03.twin-invariant": "pass"}
+    assert {name: found[name].verdict for name in ("03.texts-depend", "03.twin-invariant")} == {
+        "03.texts-depend": "pass",
+        "03.twin-invariant": "pass",
+    }
     broken = dict(tables, outputs=tables["outputs"].assign(**{"differ from alone": 1}))
     again = {v["id"]: judge(tier="emulated", **v) for v in findings.verdicts(broken)}
     assert again["03.twin-invariant"].verdict == "fail" and again["03.texts-depend"].verdict == "inconclusive"
     quiet = dict(tables, outputs=tables["outputs"].assign(**{"differ from alone": 0}))
-    assert {v["id"]: judge(tier="emulated", **v).verdict for v in findings.text_verdicts(quiet)} == {"03.texts-depend": "fail", "03.twin-invariant": "inconclusive"}
-    shrunk = dict(tables, ratios=tables["ratios"].assign(ratio=lambda f: f.ratio.where(f.concurrency == 1, 0.4), low=0.3, high=0.5))
+    assert {v["id"]: judge(tier="emulated", **v).verdict for v in findings.text_verdicts(quiet)} == {
+        "03.texts-depend": "fail",
+        "03.twin-invariant": "inconclusive",
+    }
+    shrunk = dict(
+        tables,
+        ratios=tables["ratios"].assign(ratio=lambda f: f.ratio.where(f.concurrency == 1, 0.4), low=0.3, high=0.5),
+    )
     verdict = findings.margin_verdicts(shrunk)[0]
     assert verdict["holds"] is False and verdict["value"] == 0.4
 
 
 def test_sentences_carry_the_tables_numbers(tables):
     changed = tables["outputs"][(tables["outputs"].concurrency > 1) & tables["outputs"].run.isin(["A", "B"])]
-    assert f"in all {int(changed['differ from alone'].sum())} of {int(changed.requests.sum())}" in findings.outputs_sentence(tables)
-    assert f"same text for {1 - tables['pairs'].set_index('concurrency').loc[4, 'differ between A and B'] / 16:.1%} at 4" in findings.pairs_sentence(tables)
+    assert (
+        f"in all {int(changed['differ from alone'].sum())} of {int(changed.requests.sum())}"
+        in findings.outputs_sentence(tables)
+    )
+    assert (
+        f"same text for {1 - tables['pairs'].set_index('concurrency').loc[4, 'differ between A and B'] / 16:.1%} at 4"
+        in findings.pairs_sentence(tables)
+    )
     for say in findings.SENTENCES:
         text = say(tables)
         assert text.endswith(".") and "nan" not in text.replace("nance", ""), text
@@ -346,8 +446,12 @@ def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
     assert pair is not None and not pair.tokens.same[pair.split] and pair.tokens.same[: pair.split].all()
     alone = pair.candidates[pair.candidates.served == "alone"]
     assert alone.logit.iloc[0] >= alone.logit.iloc[1] and alone.chosen.tolist() == [True, False]
-    assert "outline" in plots.texts_html(pair.tokens, "<b>", pair.split) and "&lt;b&gt;" in plots.texts_html(pair.tokens, "<b>", pair.split)
-    assert f"At token {pair.split}" in findings.pair_sentence(pair) and "no pair to show" in findings.pair_sentence(None)
+    assert "outline" in plots.texts_html(pair.tokens, "<b>", pair.split) and "&lt;b&gt;" in plots.texts_html(
+        pair.tokens, "<b>", pair.split
+    )
+    assert f"At token {pair.split}" in findings.pair_sentence(pair) and "no pair to show" in findings.pair_sentence(
+        None
+    )
     assert len(pair.around(1, 1)) <= 3
 
 
@@ -355,7 +459,11 @@ def test_stopping_early_serves_fewer_and_says_so(values):
     wide = study.prepare(study.Parameters.checked(values | dict(stop_width=0.6, requests=400, tokens=2)))
     served = study.serve_free(wide)
     sizes = served[served.concurrency > 1].groupby(["concurrency", "run"]).size()
-    assert (sizes < 400).all() and (sizes % 4 == 0).all() and not served.duplicated(["concurrency", "run", "request"]).any()
+    assert (
+        (sizes < 400).all()
+        and (sizes % 4 == 0).all()
+        and not served.duplicated(["concurrency", "run", "request"]).any()
+    )
     assert "0.6 wide" in findings.power_sentence(wide.p)
 
 
@@ -367,7 +475,9 @@ def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path,
     found = study.recorded("moe")
     assert findings.recorded_paragraph(found) == "\n\n".join(say(tables) for say in findings.SENTENCES)
     ours, theirs = findings.verdicts(tables), findings.verdicts(found)
-    assert [(v["id"], v["holds"], v["occurred"]) for v in ours] == [(v["id"], v["holds"], v["occurred"]) for v in theirs]
+    assert [(v["id"], v["holds"], v["occurred"]) for v in ours] == [
+        (v["id"], v["holds"], v["occurred"]) for v in theirs
+    ]
     assert list(study.unstamped(found["outputs"]).columns) == list(tables["outputs"].columns)
     assert "1 run" not in findings.recorded_sentence({}) and "experts" in findings.recorded_sentence({"moe": found})
     assert findings.conclusion(setup, tables, {"moe": found}).count("recorded-gpu") == 1
@@ -376,12 +486,21 @@ def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path,
 def test_every_figure_draws_live_and_recorded_alike(tables, setup):
     pair = study.closer_look(setup)
     figures = [
-        plots.outputs(tables["outputs"], tables["pairs"], "label"), plots.ulp_distribution(tables["ulp_shares"]), plots.margins(tables["margin_curves"], tables["ratios"]),
-        plots.survival(tables["survival"], tables["second_span"]), plots.predicted_and_observed(tables["levels"]), plots.calibration(tables["calibration"]),
-        plots.parity(tables["parity"][tables["parity"].over == "prompts"]), plots.candidates(pair.candidates),
-        plots.survival(tables["survival"], tables["second_span"].head(0)), plots.ulp_distribution(tables["ulp_shares"].assign(further=0.0)),
+        plots.outputs(tables["outputs"], tables["pairs"], "label"),
+        plots.ulp_distribution(tables["ulp_shares"]),
+        plots.margins(tables["margin_curves"], tables["ratios"]),
+        plots.survival(tables["survival"], tables["second_span"]),
+        plots.predicted_and_observed(tables["levels"]),
+        plots.calibration(tables["calibration"]),
+        plots.parity(tables["parity"][tables["parity"].over == "prompts"]),
+        plots.candidates(pair.candidates),
+        plots.survival(tables["survival"], tables["second_span"].head(0)),
+        plots.ulp_distribution(tables["ulp_shares"].assign(further=0.0)),
     ]
     for fig in figures:
         fig.draw_without_rendering()
-        assert all(ax.get_xlabel() or ax.get_title(loc="left") for ax in fig.axes if ax.get_visible()) and source_of(fig) is not None
+        assert (
+            all(ax.get_xlabel() or ax.get_title(loc="left") for ax in fig.axes if ax.get_visible())
+            and source_of(fig) is not None
+        )
         plt.close(fig)

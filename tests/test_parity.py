@@ -1,4 +1,6 @@
-"""Batch noise and parity taken apart on simulated engines whose gap is known, by formula and by coverage of the interval."""
+"""Batch noise and parity taken apart on simulated engines whose gap is known, by formula and by coverage of the
+interval.
+"""
 
 import numpy as np
 import pandas as pd
@@ -25,14 +27,20 @@ def _truth(p, q):
     """The gap by its definition, from the distributions themselves."""
     allowed = np.sqrt((p**2).sum(1) * (q**2).sum(1)).mean()
     agree = (p * q).sum(1).mean()
-    return {parity.MISMATCH: 1 - agree, parity.NOISE: 1 - allowed, parity.GAP: 1 - agree / allowed,
-            parity.SHARE: (1 - allowed) / (1 - agree) if agree < 1 else np.nan}
+    return {
+        parity.MISMATCH: 1 - agree,
+        parity.NOISE: 1 - allowed,
+        parity.GAP: 1 - agree / allowed,
+        parity.SHARE: (1 - allowed) / (1 - agree) if agree < 1 else np.nan,
+    }
 
 
 def _served(random, distribution, each, run):
     texts = [random.choice(TEXTS, each, p=row) for row in distribution]
     prompt = np.repeat(np.arange(len(distribution)), each)
-    return pd.DataFrame({"run": run, "prompt": prompt, "request": np.arange(len(prompt)), "text": np.concatenate(texts).astype(str)})
+    return pd.DataFrame(
+        {"run": run, "prompt": prompt, "request": np.arange(len(prompt)), "text": np.concatenate(texts).astype(str)}
+    )
 
 
 def _runs(random, p, q, each=24):
@@ -44,7 +52,9 @@ def _value(found, name, column="value"):
     return float(found.set_index("quantity").loc[name, column])
 
 
-@pytest.mark.parametrize("gap, noise_x, noise_y", [(0.0, 0.8, 0.8), (0.3, 0.8, 0.8), (0.3, 0.8, 0.0), (0.0, 0.8, 0.2), (0.6, 0.3, 0.9)])
+@pytest.mark.parametrize(
+    "gap, noise_x, noise_y", [(0.0, 0.8, 0.8), (0.3, 0.8, 0.8), (0.3, 0.8, 0.0), (0.0, 0.8, 0.2), (0.6, 0.3, 0.9)]
+)
 def test_the_interval_covers_the_known_gap(gap, noise_x, noise_y):
     random, missed = np.random.default_rng(7), dict.fromkeys((parity.NOISE, parity.GAP, parity.SHARE), 0)
     for _ in range(100):
@@ -75,7 +85,12 @@ def test_without_noise_all_of_the_mismatch_is_a_gap():
     x = pd.DataFrame({"run": list("AABB"), "prompt": [0, 1, 0, 1], "request": [0, 1, 0, 1], "text": list("pqpq")})
     y = pd.DataFrame({"prompt": [0, 1], "request": [0, 1], "text": list("pr")})
     found = parity.separate(x, y)
-    assert [_value(found, name) for name in (parity.MISMATCH, parity.NOISE, parity.GAP, parity.SHARE)] == [0.5, 0.0, 0.5, 0.0]
+    assert [_value(found, name) for name in (parity.MISMATCH, parity.NOISE, parity.GAP, parity.SHARE)] == [
+        0.5,
+        0.0,
+        0.5,
+        0.0,
+    ]
 
 
 def test_one_request_a_prompt_of_y_gives_abbott_s_correction():
@@ -105,7 +120,9 @@ def test_engines_that_never_disagree():
 
 
 def test_a_noisy_prompt_hides_its_gap_and_counts_less():
-    """Stated in the module: the gap is weighted by what noise leaves to see. One quiet prompt without a gap, one loud with."""
+    """Stated in the module: the gap is weighted by what noise leaves to see. One quiet prompt without a gap, one loud
+    with.
+    """
     p = np.array([[1.0] + [0] * 9, [0.25] * 4 + [0] * 6])
     q = np.array([[1.0] + [0] * 9, [0] * 6 + [0.25] * 4])
     found = parity.separate(*_runs(np.random.default_rng(0), p, q, each=2000), draws=50)

@@ -43,8 +43,11 @@ def test_fisher_s_test_has_the_planned_power(rates):
 
 
 def test_one_of_200_against_two_of_200_says_nothing():
-    """The counts on which FlashMLA issue 212's causal claim was retracted; p by hand: all tables with 3 events in 400."""
-    # P(0, 3) = P(3, 0) = C(200,3) / C(400,3); P(1, 2) = P(2, 1) makes up the rest, and every table is as unlikely or more.
+    """The counts on which FlashMLA issue 212's causal claim was retracted; p by hand: all tables with 3 events in
+    400.
+    """
+    # P(0, 3) = P(3, 0) = C(200,3) / C(400,3); P(1, 2) = P(2, 1) makes up the rest, and every table is as unlikely or
+    # more.
     assert power.chance_of_more(1, 200, 2, 200) == pytest.approx(1.0)
     assert power.requests_to_tell_apart(1 / 200, 2 / 200) > 5000
 
@@ -91,7 +94,9 @@ def test_clusters_at_the_edges():
     yes = pd.Series([True, False, True])
     assert power.worth_in_independent_requests(yes, pd.Series([0, 1, 2])) == 3  # one request a prompt
     assert power.worth_in_independent_requests(yes, pd.Series([0, 0, 0])) == 1  # one prompt is all there is
-    assert power.worth_in_independent_requests(pd.Series([False] * 6), pd.Series([0, 0, 1, 1, 2, 2])) == 3  # nothing differs
+    assert (
+        power.worth_in_independent_requests(pd.Series([False] * 6), pd.Series([0, 0, 1, 1, 2, 2])) == 3
+    )  # nothing differs
 
 
 # --- Stopping ---

@@ -1,4 +1,6 @@
-"""Predicted divergence against simulated requests: right where the noise model holds, and visibly wrong where it does not."""
+"""Predicted divergence against simulated requests: right where the noise model holds, and visibly wrong where it does
+not.
+"""
 
 import numpy as np
 import pandas as pd
@@ -12,13 +14,18 @@ PROMPTS, TOKENS, REQUESTS = 10, 16, 400
 
 def _margins(seed=0):
     margin = np.random.default_rng(seed).exponential(1.5, (PROMPTS, TOKENS))
-    return pd.DataFrame([{"prompt": p, "position": t, "margin": margin[p, t]} for p in range(PROMPTS) for t in range(TOKENS)])
+    return pd.DataFrame(
+        [{"prompt": p, "position": t, "margin": margin[p, t]} for p in range(PROMPTS) for t in range(TOKENS)]
+    )
 
 
 def _noise(level, sigma, seed, shared=0.0, requests=REQUESTS):
     """Noise of a request: shared is how much of its variance lasts along the request."""
     random = np.random.default_rng(seed)
-    paths = sigma * (np.sqrt(1 - shared) * random.normal(size=(requests, TOKENS)) + np.sqrt(shared) * random.normal(size=(requests, 1)))
+    paths = sigma * (
+        np.sqrt(1 - shared) * random.normal(size=(requests, TOKENS))
+        + np.sqrt(shared) * random.normal(size=(requests, 1))
+    )
     index = pd.MultiIndex.from_product([range(requests), range(TOKENS)], names=["request", "position"])
     frame = pd.DataFrame({"noise": paths.ravel()}, index=index).reset_index()
     return frame.assign(concurrency=level, run="A", prompt=frame.request % PROMPTS, flipped=False, third=False)
@@ -67,22 +74,38 @@ def test_noise_that_a_prompt_s_requests_share_is_seen():
     own = _noise(8, 0.3, 5)
     together = own.assign(noise=own.groupby(["prompt", "position"]).noise.transform("first"))
     half = own.assign(noise=own.noise + together.noise)
-    shared = [prediction.noise_structure(frame).loc[0, "shared by a prompt's requests"] for frame in (own, half, together)]
+    shared = [
+        prediction.noise_structure(frame).loc[0, "shared by a prompt's requests"] for frame in (own, half, together)
+    ]
     assert shared[0] < 0.05 and 0.4 < shared[1] < 0.6 and shared[2] == pytest.approx(1.0)
     assert np.isnan(prediction.noise_structure(_noise(8, 0.0, 1)).loc[0, "shared by a prompt's requests"])
 
 
 def test_the_hazard_by_hand():
     margins = pd.DataFrame({"prompt": [0, 0, 1, 1], "position": [0, 1, 0, 1], "margin": [0.5, 2.0, 9.0, 9.0]})
-    noise = pd.DataFrame({"concurrency": 4, "run": "A", "request": [1, 1, 2, 2], "prompt": 1, "position": [0, 1, 0, 1], "noise": [-1.0, 0.0, 0.0, -3.0]})
+    noise = pd.DataFrame(
+        {
+            "concurrency": 4,
+            "run": "A",
+            "request": [1, 1, 2, 2],
+            "prompt": 1,
+            "position": [0, 1, 0, 1],
+            "noise": [-1.0, 0.0, 0.0, -3.0],
+        }
+    )
     own = noise.assign(prompt=0, noise=-100.0, request=[5, 5, 6, 6])
     everything = pd.concat([noise, own])
-    by = lambda model: prediction.predict(margins, everything, model).set_index(["prompt", "position"]).predicted  # noqa: E731
+
+    def by(model):
+        return prediction.predict(margins, everything, model).set_index(["prompt", "position"]).predicted
+
     # Prompt 0 meets prompt 1's noise {-1, 0, 0, -3}: over 0.5 twice in four, over 2 once in four.
     assert by("independent").loc[0].tolist() == pytest.approx([0.5, 1 - 0.5 * 0.75])
     # One of two paths flips at once, the other at the second token.
     assert by("path").loc[0].tolist() == pytest.approx([0.5, 1.0])
-    assert prediction.predict(margins, everything, "path", spare_own=False).set_index(["prompt", "position"]).predicted.loc[1, 1] == pytest.approx(0.5)
+    assert prediction.predict(margins, everything, "path", spare_own=False).set_index(
+        ["prompt", "position"]
+    ).predicted.loc[1, 1] == pytest.approx(0.5)
 
 
 def test_ties_made_by_noise_are_a_coin_and_old_ties_that_do_not_move_are_none():
@@ -107,11 +130,22 @@ def test_observed_shares_by_hand():
     found = prediction.observe(requests, 3).set_index(["prompt", "position"])
     assert found.observed.loc[0].tolist() == [0.25, 0.25, 0.75] and found.observed.loc[1].tolist() == [0, 0, 0]
     levels = prediction.by_concurrency(found.reset_index().assign(predicted=0.5))
-    assert levels.observed.tolist() == pytest.approx([0.2, 0.2, 0.6]) and levels.predicted.tolist() == pytest.approx([0.5] * 3)
+    assert levels.observed.tolist() == pytest.approx([0.2, 0.2, 0.6]) and levels.predicted.tolist() == pytest.approx(
+        [0.5] * 3
+    )
 
 
 def test_the_brier_score_is_the_mean_over_requests():
-    both = pd.DataFrame({"concurrency": 8, "prompt": [0, 1], "position": 3, "requests": [4, 4], "predicted": [0.8, 0.1], "observed": [0.75, 0.0]})
+    both = pd.DataFrame(
+        {
+            "concurrency": 8,
+            "prompt": [0, 1],
+            "position": 3,
+            "requests": [4, 4],
+            "predicted": [0.8, 0.1],
+            "observed": [0.75, 0.0],
+        }
+    )
     found = prediction.error(both)
     outcomes = np.array([1, 1, 1, 0, 0, 0, 0, 0])
     assert found["brier"] == pytest.approx(np.mean((np.repeat([0.8, 0.1], 4) - outcomes) ** 2))
@@ -119,8 +153,16 @@ def test_the_brier_score_is_the_mean_over_requests():
 
 
 def test_calibration_bins_and_the_worst_groups():
-    both = pd.DataFrame({"concurrency": [8, 8, 16], "prompt": [0, 1, 0], "position": 3, "requests": [10, 30, 10],
-                         "predicted": [0.1, 0.05, 1.0], "observed": [0.2, 0.0, 0.5]})
+    both = pd.DataFrame(
+        {
+            "concurrency": [8, 8, 16],
+            "prompt": [0, 1, 0],
+            "position": 3,
+            "requests": [10, 30, 10],
+            "predicted": [0.1, 0.05, 1.0],
+            "observed": [0.2, 0.0, 0.5],
+        }
+    )
     found = prediction.calibration(both, bins=4)
     assert found.requests.tolist() == [40, 10] and found.observed.tolist() == pytest.approx([0.05, 0.5])
     worst = prediction.where_it_fails(both, 1)

@@ -21,8 +21,11 @@ def describe(setup: Setup) -> str:
     """Which model runs on what, in a sentence or two."""
     p, lengths = setup.p, sorted(map(len, setup.subject.prompts))
     where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
-    return (f"Model: `{p.model}`, {setup.label}. Logits are compared in {p.logits}. {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
-            f"{p.tokens} tokens generated each. Evidence tier: {setup.tier} ({where}).")
+    return (
+        f"Model: `{p.model}`, {setup.label}. Logits are compared in {p.logits}. {len(lengths)} prompts of "
+        f"{lengths[0]} to {lengths[-1]} tokens, "
+        f"{p.tokens} tokens generated each. Evidence tier: {setup.tier} ({where})."
+    )
 
 
 def _fact(tables: Tables, name: str) -> float:
@@ -57,8 +60,11 @@ def _alone_twice(tables: Tables) -> Rate:
 
 def power_sentence(p: Parameters) -> str:
     """What this run's number of requests can see, and whether it may stop early."""
-    return (f"{p.requests:,} requests show a rate of {smallest_rate_seen(p.requests):.2%} or more at least once with probability 0.95, "
-            f"if they are independent. {StoppingRule(p.stop_width).words}")
+    return (
+        f"{p.requests:,} requests show a rate of {smallest_rate_seen(p.requests):.2%} or more at least once with "
+        f"probability 0.95, "
+        f"if they are independent. {StoppingRule(p.stop_width).words}"
+    )
 
 
 # --- Texts ---
@@ -66,25 +72,46 @@ def power_sentence(p: Parameters) -> str:
 
 def outputs_sentence(tables: Tables) -> str:
     part = _batched(tables["outputs"])
-    part = part[part.run.isin(["A", "B"])].groupby("concurrency")[["differ from alone", "requests", "co-resident rows"]].agg({"differ from alone": "sum", "requests": "sum", "co-resident rows": "mean"})
-    said = [f"{row['differ from alone'] / row.requests:.1%} at {level} ({row['co-resident rows']:.0f} co-resident rows)" for level, row in part.iterrows()]
-    return (f"Requests whose text differs from the prompt alone: {', '.join(said)}; in all {_changed(tables)}. "
-            f"The twin, every mechanism off: {_twin(tables)}.")
+    part = (
+        part[part.run.isin(["A", "B"])]
+        .groupby("concurrency")[["differ from alone", "requests", "co-resident rows"]]
+        .agg({"differ from alone": "sum", "requests": "sum", "co-resident rows": "mean"})
+    )
+    said = [
+        f"{row['differ from alone'] / row.requests:.1%} at {level} ({row['co-resident rows']:.0f} co-resident rows)"
+        for level, row in part.iterrows()
+    ]
+    return (
+        f"Requests whose text differs from the prompt alone: {', '.join(said)}; in all {_changed(tables)}. "
+        f"The twin, every mechanism off: {_twin(tables)}."
+    )
 
 
 def pairs_sentence(tables: Tables) -> str:
     part = _batched(tables["pairs"])
-    said = [f"{row.exact_match:.1%} at {row.concurrency}" for row in part.rename(columns={"exact match": "exact_match"}).itertuples()]
-    return f"Two runs of the same engine, which differ in arrival jitter only, give the same text for {', '.join(said)}. gllm issue 98 reports 75% at 8 and 42% at 32."
+    said = [
+        f"{row.exact_match:.1%} at {row.concurrency}"
+        for row in part.rename(columns={"exact match": "exact_match"}).itertuples()
+    ]
+    return (
+        f"Two runs of the same engine, which differ in arrival jitter only, give the same text for {', '.join(said)}. "
+        f"gllm issue 98 reports 75% at 8 and 42% at 32."
+    )
 
 
 def trend_sentence(tables: Tables) -> str:
     p, low, high = (_fact(tables, f"trend {name}") for name in ("p", "lowest", "highest"))
     if math.isnan(p):
-        return "Whether the rate rises with concurrency cannot be said: nothing differed, or one concurrency above 1 was served."
+        return (
+            "Whether the rate rises with concurrency cannot be said: nothing differed, or one concurrency above 1 was "
+            "served."
+        )
     rises = "rises" if p < 0.05 else "is not shown to rise"
-    return (f"The share that differs {rises} with concurrency: {low:.1%} at the lowest above 1, {high:.1%} at the highest (permutation within prompts, one-sided p = {p:.2g}). "
-            "A mechanism that acts as soon as two requests share a step need not act more often with more of them.")
+    return (
+        f"The share that differs {rises} with concurrency: {low:.1%} at the lowest above 1, {high:.1%} at the highest "
+        f"(permutation within prompts, one-sided p = {p:.2g}). "
+        "A mechanism that acts as soon as two requests share a step need not act more often with more of them."
+    )
 
 
 def text_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
@@ -92,10 +119,30 @@ def text_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
     rows = tables["outputs"].groupby("concurrency")["co-resident rows"].mean()
     shared = bool(rows[rows.index > 1].min() > rows.loc[1])
     return [
-        {"id": f"{prefix}texts-depend", "claim": "With the mechanisms on, some request's text depends on its batch", "holds": changed.events > 0, "value": changed.events, "expected": "> 0",
-         "n": changed.trials, "interval": changed.interval, "negative_control": alone.events == 0 and twin.events == 0, "positive_control": _fact(tables, "positions moved") > 0, "occurred": shared},
-        {"id": f"{prefix}twin-invariant", "claim": "With every mechanism off, no request's text depends on its batch", "holds": twin.events == 0, "value": twin.events, "expected": 0,
-         "n": twin.trials, "interval": twin.interval, "negative_control": alone.events == 0, "positive_control": changed.events > 0, "occurred": shared},
+        {
+            "id": f"{prefix}texts-depend",
+            "claim": "With the mechanisms on, some request's text depends on its batch",
+            "holds": changed.events > 0,
+            "value": changed.events,
+            "expected": "> 0",
+            "n": changed.trials,
+            "interval": changed.interval,
+            "negative_control": alone.events == 0 and twin.events == 0,
+            "positive_control": _fact(tables, "positions moved") > 0,
+            "occurred": shared,
+        },
+        {
+            "id": f"{prefix}twin-invariant",
+            "claim": "With every mechanism off, no request's text depends on its batch",
+            "holds": twin.events == 0,
+            "value": twin.events,
+            "expected": 0,
+            "n": twin.trials,
+            "interval": twin.interval,
+            "negative_control": alone.events == 0,
+            "positive_control": changed.events > 0,
+            "occurred": shared,
+        },
     ]
 
 
@@ -106,9 +153,15 @@ def ulp_sentence(tables: Tables) -> str:
     part = _batched(tables["ulp"])
     first, last = part.iloc[0], part.iloc[-1]
     same = tables["ulp"][tables["ulp"].concurrency == 1].iloc[0]
-    return (f"On the same text, {last['hidden: other bits']:.0%} of the final hidden state's values and {last['logits: other bits']:.0%} of the logits have other bits at concurrency "
-            f"{last.concurrency:.0f} (median position); {first['hidden: other bits']:.0%} and {first['logits: other bits']:.0%} at {first.concurrency:.0f}. A position's largest logit difference is "
-            f"{last['logits: largest ULP, median']:.2g} row-scaled ULP in the median and {last['logits: largest ULP']:.2g} at most. Forced alone, {same['positions moved']:.0%} of {same.positions:,.0f} positions moved.")
+    return (
+        f"On the same text, {last['hidden: other bits']:.0%} of the final hidden state's values and "
+        f"{last['logits: other bits']:.0%} of the logits have other bits at concurrency "
+        f"{last.concurrency:.0f} (median position); {first['hidden: other bits']:.0%} and "
+        f"{first['logits: other bits']:.0%} at {first.concurrency:.0f}. A position's largest logit difference is "
+        f"{last['logits: largest ULP, median']:.2g} row-scaled ULP in the median and "
+        f"{last['logits: largest ULP']:.2g} at most. Forced alone, {same['positions moved']:.0%} of "
+        f"{same.positions:,.0f} positions moved."
+    )
 
 
 # --- Margins ---
@@ -117,13 +170,20 @@ def ulp_sentence(tables: Tables) -> str:
 def margins_sentence(tables: Tables) -> str:
     ratios = _batched(tables["ratios"])
     far = ratios.loc[(ratios.ratio - 1).abs().idxmax()]
-    said = (f"Of the same positions, {ratios['margins that moved'].max():.0%} of the margins move at the most, but their median does not shrink: over all concurrencies it is furthest off at {far.concurrency:.0f}, "
-            f"{far.ratio:.3f} times that alone ({far.low:.3f} to {far.high:.3f}).")
+    said = (
+        f"Of the same positions, {ratios['margins that moved'].max():.0%} of the margins move at the most, but their "
+        f"median does not shrink: over all concurrencies it is furthest off at {far.concurrency:.0f}, "
+        f"{far.ratio:.3f} times that alone ({far.low:.3f} to {far.high:.3f})."
+    )
     if not _fact(tables, "places"):
         return said + " No text diverged, so there is no margin at a divergence to look at."
-    return said + (f" Texts part where the prompt *alone* is near a tie: over {_fact(tables, 'places'):.0f} distinct places the median margin alone is {_fact(tables, 'median_there'):.3g}, "
-                   f"everywhere {_fact(tables, 'median_everywhere'):.3g}; their mean rank within their prompt is {_fact(tables, 'mean_rank'):.2f} (0 smallest, {_fact(tables, 'expected'):.2f} by chance, p = {_fact(tables, 'p'):.2g}). "
-                   + _collapse(tables))
+    return said + (
+        f" Texts part where the prompt *alone* is near a tie: over {_fact(tables, 'places'):.0f} distinct places the "
+        f"median margin alone is {_fact(tables, 'median_there'):.3g}, "
+        f"everywhere {_fact(tables, 'median_everywhere'):.3g}; their mean rank within their prompt is "
+        f"{_fact(tables, 'mean_rank'):.2f} (0 smallest, {_fact(tables, 'expected'):.2f} by chance, p = "
+        f"{_fact(tables, 'p'):.2g}). " + _collapse(tables)
+    )
 
 
 def _collapse(tables: Tables) -> str:
@@ -131,8 +191,10 @@ def _collapse(tables: Tables) -> str:
         return "So few places leave open what decides where texts part."
     if _fact(tables, "p") >= 0.01:
         return "That is no more than chance gives: margins alone do not decide here where texts part."
-    return ("So the collapse that the report describes is one of selection: batches do not make margins small, they decide "
-            "where margins are small already.")
+    return (
+        "So the collapse that the report describes is one of selection: batches do not make margins small, they decide "
+        "where margins are small already."
+    )
 
 
 def margin_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
@@ -142,11 +204,31 @@ def margin_verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
     places = int(_fact(tables, "places"))
     there = _fact(tables, "median_there") / _fact(tables, "median_everywhere") if places else math.nan
     return [
-        {"id": f"{prefix}margins-unmoved", "claim": f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}",
-         "holds": bool((ratios.ratio - 1).abs().max() <= SHRINKS), "value": round(float(far.ratio), 4), "expected": f"{1 - SHRINKS} to {1 + SHRINKS}", "n": int(ratios.positions.sum()),
-         "interval": (far.low, far.high), "negative_control": bool(alone.ratio == 1 and alone["margins that moved"] == 0), "positive_control": there < 1 - SHRINKS, "occurred": moved},
-        {"id": f"{prefix}near-ties", "claim": "Texts part where the prompt alone is near a tie", "holds": _fact(tables, "p") < 0.01, "value": _fact(tables, "mean_rank"), "expected": "below chance, p < 0.01",
-         "n": f"{places} places", "negative_control": _fact(tables, "p of random places") >= 0.01, "positive_control": _fact(tables, "p of smallest margins") < 0.01, "occurred": places >= SMALLEST},
+        {
+            "id": f"{prefix}margins-unmoved",
+            "claim": (
+                f"Concurrency does not shrink margins: the median over the same positions stays within {SHRINKS:.0%}"
+            ),
+            "holds": bool((ratios.ratio - 1).abs().max() <= SHRINKS),
+            "value": round(float(far.ratio), 4),
+            "expected": f"{1 - SHRINKS} to {1 + SHRINKS}",
+            "n": int(ratios.positions.sum()),
+            "interval": (far.low, far.high),
+            "negative_control": bool(alone.ratio == 1 and alone["margins that moved"] == 0),
+            "positive_control": there < 1 - SHRINKS,
+            "occurred": moved,
+        },
+        {
+            "id": f"{prefix}near-ties",
+            "claim": "Texts part where the prompt alone is near a tie",
+            "holds": _fact(tables, "p") < 0.01,
+            "value": _fact(tables, "mean_rank"),
+            "expected": "below chance, p < 0.01",
+            "n": f"{places} places",
+            "negative_control": _fact(tables, "p of random places") >= 0.01,
+            "positive_control": _fact(tables, "p of smallest margins") < 0.01,
+            "occurred": places >= SMALLEST,
+        },
     ]
 
 
@@ -161,10 +243,20 @@ def spans_sentence(tables: Tables) -> str:
     last = part.iloc[-1]
     half = f"at concurrency {last.concurrency:.0f} fewer than half of the requests diverge within the text"
     if not math.isnan(last["median first span"]):
-        half = f"half of the requests at concurrency {last.concurrency:.0f} have diverged after {last['median first span']:.0f} tokens"
+        half = (
+            f"half of the requests at concurrency {last.concurrency:.0f} have diverged after "
+            f"{last['median first span']:.0f} tokens"
+        )
     ended = diverged - censored
-    again = f"{zero} of {ended} second spans that end within the text are 0 tokens long" if ended else "no second span ends within the text"
-    return f"{half[0].upper()}{half[1:]}. Do texts meet again? {again[0].upper()}{again[1:]}; after a divergence {(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
+    again = (
+        f"{zero} of {ended} second spans that end within the text are 0 tokens long"
+        if ended
+        else "no second span ends within the text"
+    )
+    return (
+        f"{half[0].upper()}{half[1:]}. Do texts meet again? {again[0].upper()}{again[1:]}; after a divergence "
+        f"{(part['agree after it'] * part.diverged).sum() / diverged:.0%} of the tokens agree, at the same index."
+    )
 
 
 def pair_sentence(pair: Pair | None) -> str:
@@ -172,8 +264,12 @@ def pair_sentence(pair: Pair | None) -> str:
         return "No request of this run parts from its prompt's text alone, so there is no pair to show."
     gap = pair.candidates.groupby("served", sort=False).logit.agg(lambda v: float(v.iloc[0] - v.iloc[1]))
     rows = pair.candidates[pair.candidates.served == "alone"].token.tolist()
-    return (f"At token {pair.split} the text alone says {rows[0]!r}, and {rows[1]!r} comes second by {gap['alone']:.3g}; among {pair.concurrency} requests the difference "
-            f"of the same two logits is {gap['in the batch']:.3g}. From there on the texts share {pair.agree_after:.0%} of their tokens.")
+    return (
+        f"At token {pair.split} the text alone says {rows[0]!r}, and {rows[1]!r} comes second by {gap['alone']:.3g}; "
+        f"among {pair.concurrency} requests the difference "
+        f"of the same two logits is {gap['in the batch']:.3g}. From there on the texts share {pair.agree_after:.0%} "
+        f"of their tokens."
+    )
 
 
 # --- Prediction ---
@@ -181,8 +277,14 @@ def pair_sentence(pair: Pair | None) -> str:
 
 def prediction_sentence(tables: Tables) -> str:
     errors = tables["errors"].set_index("model")
-    said = "; ".join(f"{name}: off by {row.mean_absolute:.1%} in the mean (bias {row.bias:+.1%}), Brier score {row.brier:.3f}" for name, row in errors.iterrows())
-    return f"{said}. Each concurrency's own observed share, told to every prompt alike, scores {errors.reference.iloc[0]:.3f}."
+    said = "; ".join(
+        f"{name}: off by {row.mean_absolute:.1%} in the mean (bias {row.bias:+.1%}), Brier score {row.brier:.3f}"
+        for name, row in errors.iterrows()
+    )
+    return (
+        f"{said}. Each concurrency's own observed share, told to every prompt alike, scores "
+        f"{errors.reference.iloc[0]:.3f}."
+    )
 
 
 def calibration_sentence(tables: Tables) -> str:
@@ -191,8 +293,11 @@ def calibration_sentence(tables: Tables) -> str:
     part = bins[bins.model == "independent"]
     off = float(((part.predicted - part.observed).abs() * part.requests).sum() / part.requests.sum())
     top = part.iloc[-1]
-    return (f"Calibration of the independent model: a bin's prediction is {off:.1%} off its observation, averaged over requests; where it predicts most, "
-            f"{top.predicted:.0%}, {top.observed:.0%} of {top.requests:,} requests diverged.")
+    return (
+        f"Calibration of the independent model: a bin's prediction is {off:.1%} off its observation, averaged over "
+        f"requests; where it predicts most, "
+        f"{top.predicted:.0%}, {top.observed:.0%} of {top.requests:,} requests diverged."
+    )
 
 
 def failure_sentence(tables: Tables) -> str:
@@ -203,21 +308,34 @@ def failure_sentence(tables: Tables) -> str:
         return "There was no noise, so there is nothing to predict."
     last, first = part.iloc[-1], worst.iloc[0]
     return (
-        f"Where it fails: the model draws noise anew for each request and position. At concurrency {last.concurrency:.0f}, requests of the same prompt have {last[_SHARED]:.0%} of the noise's variance in "
-        f"common, so a prompt's requests diverge together or not at all; |noise| correlates {last[_NEIGHBOURS]:.2f} with that of the next position and {last['rank correlation with position']:.2f} with the "
-        f"position itself; the loudest prompt's is {last['loudest prompt over quietest']:.1f} times the quietest's; {last['exactly zero']:.0%} of it is exactly zero. "
-        f"{last['to a third candidate']:.0f} of {last['changed tokens']:.0f} changed tokens went to a third candidate, which no margin of two knows of. The worst case is prompt {first.prompt:.0f} at concurrency "
-        f"{first.concurrency:.0f}: predicted {first.predicted:.0%}, observed {first.observed:.0%}.")
+        f"Where it fails: the model draws noise anew for each request and position. At concurrency "
+        f"{last.concurrency:.0f}, requests of the same prompt have {last[_SHARED]:.0%} of the noise's variance in "
+        f"common, so a prompt's requests diverge together or not at all; |noise| correlates {last[_NEIGHBOURS]:.2f} "
+        f"with that of the next position and {last['rank correlation with position']:.2f} with the "
+        f"position itself; the loudest prompt's is {last['loudest prompt over quietest']:.1f} times the quietest's; "
+        f"{last['exactly zero']:.0%} of it is exactly zero. "
+        f"{last['to a third candidate']:.0f} of {last['changed tokens']:.0f} changed tokens went to a third "
+        f"candidate, which no margin of two knows of. The worst case is prompt {first.prompt:.0f} at concurrency "
+        f"{first.concurrency:.0f}: predicted {first.predicted:.0%}, observed {first.observed:.0%}."
+    )
 
 
 def prediction_verdict(tables: Tables, prefix: str = "03.") -> dict:
     errors = tables["errors"].set_index("model")
     best = errors.loc["independent"]
     return {
-        "id": f"{prefix}prediction", "claim": "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, and which prompts better than misplaced margins do",
-        "holds": bool(best.mean_absolute <= 0.1 and best.brier < errors.loc["margins misplaced", "brier"]), "value": round(float(best.mean_absolute), 4), "expected": "<= 0.1", "n": int(_fact(tables, "requests predicted")),
+        "id": f"{prefix}prediction",
+        "claim": (
+            "Solo margins and the noise of other prompts predict the share of diverged requests to within 10 points, "
+            "and which prompts better than misplaced margins do"
+        ),
+        "holds": bool(best.mean_absolute <= 0.1 and best.brier < errors.loc["margins misplaced", "brier"]),
+        "value": round(float(best.mean_absolute), 4),
+        "expected": "<= 0.1",
+        "n": int(_fact(tables, "requests predicted")),
         "negative_control": _fact(tables, "predicted alone") == 0 and _fact(tables, "observed alone") == 0,
-        "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0), "occurred": _fact(tables, "places") >= SMALLEST,
+        "positive_control": bool(errors.loc["margins misplaced", "brier"] > 0),
+        "occurred": _fact(tables, "places") >= SMALLEST,
     }
 
 
@@ -234,18 +352,35 @@ def parity_sentence(tables: Tables) -> str:
     for case in dict.fromkeys(tables["parity"].case):
         mismatch, noise, gap = (_parity(tables, case, name, "requests") for name in (MISMATCH, NOISE, GAP))
         share, wide = (_parity(tables, case, name) for name in (SHARE, GAP))
-        part = f"of which batch noise explains {share.value:.0%} ({share.low:.0%} to {share.high:.0%})" if share.value == share.value else "so there is nothing to explain"
-        said.append(f"{case}: {mismatch.value:.1%} of texts disagree, {part}; noise alone would give {noise.value:.1%}; the gap left is {gap.value:.1%} ({wide.low:.1%} to {wide.high:.1%} for prompts like these, "
-                    f"{gap.low:.1%} to {gap.high:.1%} for further requests of these, were they independent)")
-    return f"{'. '.join(said)}. Alone, {_fact(tables, 'solo gap'):.0f} of {_fact(tables, 'prompts'):.0f} prompts' texts differ between the engine and its twin."
+        part = (
+            f"of which batch noise explains {share.value:.0%} ({share.low:.0%} to {share.high:.0%})"
+            if share.value == share.value
+            else "so there is nothing to explain"
+        )
+        said.append(
+            f"{case}: {mismatch.value:.1%} of texts disagree, {part}; noise alone would give {noise.value:.1%}; the "
+            f"gap left is {gap.value:.1%} ({wide.low:.1%} to {wide.high:.1%} for prompts like these, "
+            f"{gap.low:.1%} to {gap.high:.1%} for further requests of these, were they independent)"
+        )
+    return (
+        f"{'. '.join(said)}. Alone, {_fact(tables, 'solo gap'):.0f} of {_fact(tables, 'prompts'):.0f} prompts' texts "
+        f"differ between the engine and its twin."
+    )
 
 
 def parity_verdict(tables: Tables, prefix: str = "03.") -> dict:
     gap, noise = _parity(tables, "Y is X again", GAP), _parity(tables, "Y is X again", NOISE)
     return {
-        "id": f"{prefix}parity-null", "claim": "An engine compared with itself under load shows no parity gap beyond its batch noise", "holds": gap.low <= 0.01, "value": round(float(gap.value), 4),
-        "expected": "interval reaches 0.01 or less", "n": int(_fact(tables, "requests compared")), "interval": (gap.low, gap.high), "negative_control": _alone_twice(tables).events == 0,
-        "positive_control": _fact(tables, "planted gap, low") > 0.01, "occurred": noise.value > 0,
+        "id": f"{prefix}parity-null",
+        "claim": "An engine compared with itself under load shows no parity gap beyond its batch noise",
+        "holds": gap.low <= 0.01,
+        "value": round(float(gap.value), 4),
+        "expected": "interval reaches 0.01 or less",
+        "n": int(_fact(tables, "requests compared")),
+        "interval": (gap.low, gap.high),
+        "negative_control": _alone_twice(tables).events == 0,
+        "positive_control": _fact(tables, "planted gap, low") > 0.01,
+        "occurred": noise.value > 0,
     }
 
 
@@ -259,18 +394,40 @@ def compared(tables: Tables) -> float:
 
 def verdicts(tables: Tables, prefix: str = "03.") -> list[dict]:
     """Every verdict of the notebook."""
-    return [*text_verdicts(tables, prefix), *margin_verdicts(tables, prefix), prediction_verdict(tables, prefix), parity_verdict(tables, prefix)]
+    return [
+        *text_verdicts(tables, prefix),
+        *margin_verdicts(tables, prefix),
+        prediction_verdict(tables, prefix),
+        parity_verdict(tables, prefix),
+    ]
 
 
 def recorded_sentence(found: dict[str, Tables]) -> str:
     """Which GPU runs are shown, or that none is."""
     if not found:
         return "No GPU run of this study is recorded: run it with `--device cuda -p record=data/recorded` to add one."
-    return "Recorded: " + "; ".join(f"{kind} ({tables['outputs'].label.iloc[0]}, {tables['outputs'].tokens_each.iloc[0]} tokens)" for kind, tables in found.items()) + "."
+    return (
+        "Recorded: "
+        + "; ".join(
+            f"{kind} ({tables['outputs'].label.iloc[0]}, {tables['outputs'].tokens_each.iloc[0]} tokens)"
+            for kind, tables in found.items()
+        )
+        + "."
+    )
 
 
-SENTENCES = (outputs_sentence, pairs_sentence, trend_sentence, ulp_sentence, margins_sentence, spans_sentence, prediction_sentence,
-             calibration_sentence, failure_sentence, parity_sentence)
+SENTENCES = (
+    outputs_sentence,
+    pairs_sentence,
+    trend_sentence,
+    ulp_sentence,
+    margins_sentence,
+    spans_sentence,
+    prediction_sentence,
+    calibration_sentence,
+    failure_sentence,
+    parity_sentence,
+)
 
 
 def recorded_paragraph(tables: Tables) -> str:
@@ -281,11 +438,18 @@ def recorded_paragraph(tables: Tables) -> str:
 def conclusion(setup: Setup, tables: Tables, recorded: dict[str, Tables]) -> str:
     """The answers, from this run's numbers and the recorded ones."""
     lines = []
-    for tier, label, found in [(setup.tier, setup.label, tables)] + [("recorded-gpu", t["outputs"].label.iloc[0], t) for t in recorded.values()]:
+    for tier, label, found in [(setup.tier, setup.label, tables)] + [
+        ("recorded-gpu", t["outputs"].label.iloc[0], t) for t in recorded.values()
+    ]:
         errors, noise = found["errors"].set_index("model"), _batched(found["noise"])
         null = _parity(found, "Y is X again", NOISE)
         lines.append(
-            f"- **{label}** ({tier}): {_changed(found)} requests change text above concurrency 1, {_twin(found)} with every mechanism off. {_collapse(found)} "
-            f"Margins and the others' noise predict the share diverged to {errors.loc['independent', 'mean_absolute']:.1%}; requests of one prompt share up to {noise[_SHARED].max():.0%} of their noise, which no model "
-            f"of independent draws knows. The engine disagrees with itself on {null.value:.1%} of texts: a benchmark that compares two single runs would take that for a parity gap.")
+            f"- **{label}** ({tier}): {_changed(found)} requests change text above concurrency 1, {_twin(found)} with "
+            f"every mechanism off. {_collapse(found)} "
+            f"Margins and the others' noise predict the share diverged to "
+            f"{errors.loc['independent', 'mean_absolute']:.1%}; requests of one prompt share up to "
+            f"{noise[_SHARED].max():.0%} of their noise, which no model "
+            f"of independent draws knows. The engine disagrees with itself on {null.value:.1%} of texts: a benchmark "
+            f"that compares two single runs would take that for a parity gap."
+        )
     return "\n".join(lines)

@@ -1,6 +1,8 @@
-"""What a batch does to hidden states and logits, position by position: every request is forced to its prompt's own text.
+"""What a batch does to hidden states and logits, position by position: every request is forced to its prompt's own
+text.
 
-Left to itself a request that changes one token has another context from there on, and nothing lines up any more. Forced,
+Left to itself a request that changes one token has another context from there on, and nothing lines up any more.
+Forced,
 each position has the same context in every batch, so a difference is noise of the batch and of nothing else; the steps,
 their rows and their kernels are still the engine's own. What a forced request would have said is kept.
 """
@@ -48,7 +50,10 @@ class ForcedEngine(Engine):
     def choose(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
         chosen = super().choose(requests, logits)
         self._notice(requests, self.model.hidden, logits, chosen)
-        return [self._texts[r.prompt][len(r.output)] if r.prompt in self._texts else token for r, token in zip(requests, chosen)]
+        return [
+            self._texts[r.prompt][len(r.output)] if r.prompt in self._texts else token
+            for r, token in zip(requests, chosen)
+        ]
 
 
 @dataclass
@@ -76,7 +81,9 @@ class Solo:
         for name in ("best", "second"):
             found[f"{name}_logit"] = self.logits.gather(-1, getattr(self, name).unsqueeze(-1)).cpu().numpy().ravel()
         prompts, length = self.best.shape
-        return pd.DataFrame({"prompt": np.repeat(np.arange(prompts), length), "position": np.tile(np.arange(length), prompts), **found})
+        return pd.DataFrame(
+            {"prompt": np.repeat(np.arange(prompts), length), "position": np.tile(np.arange(length), prompts), **found}
+        )
 
 
 def solo(model: Model, prompts: list[list[int]], tokens: int, config: EngineConfig, storage: str) -> Solo:
@@ -87,19 +94,31 @@ def solo(model: Model, prompts: list[list[int]], tokens: int, config: EngineConf
         for row, request in enumerate(requests):
             kept[request.prompt].append((chosen[row], hidden[row].float(), logits[row].float()))
 
-    serve(model, prompts, Load(1, len(prompts), tokens, seed=0), config, build=partial(ForcedEngine, texts={}, notice=notice))
+    serve(
+        model,
+        prompts,
+        Load(1, len(prompts), tokens, seed=0),
+        config,
+        build=partial(ForcedEngine, texts={}, notice=notice),
+    )
     texts = {prompt: [token for token, _, _ in rows] for prompt, rows in kept.items()}
-    hidden, logits = (torch.stack([torch.stack([row[part] for row in rows]) for rows in kept.values()]) for part in (1, 2))
+    hidden, logits = (
+        torch.stack([torch.stack([row[part] for row in rows]) for rows in kept.values()]) for part in (1, 2)
+    )
     best = torch.tensor(list(texts.values()), device=logits.device)
     # The chosen token is the best even among equals; the second is the largest of the others.
     second = logits.scatter(-1, best.unsqueeze(-1), -torch.inf).argmax(-1)
     kept_as = "bfloat16" if "bfloat16" in (storage, config.logits) else storage
-    return Solo(texts, hidden, logits, best, second, {KINDS[0]: getattr(torch, storage), KINDS[1]: getattr(torch, kept_as)})
+    return Solo(
+        texts, hidden, logits, best, second, {KINDS[0]: getattr(torch, storage), KINDS[1]: getattr(torch, kept_as)}
+    )
 
 
 @dataclass
 class Measured:
-    """positions: a row a (request, position); values: how many values fell in which range of row-scaled ULP, by kind."""
+    """positions: a row a (request, position); values: how many values fell in which range of row-scaled ULP, by
+    kind.
+    """
 
     positions: pd.DataFrame
     values: pd.DataFrame
@@ -111,7 +130,9 @@ class _Comparing:
 
     reference: Solo
     rows: list[dict] = field(default_factory=list)
-    counts: dict[str, np.ndarray] = field(default_factory=lambda: {kind: np.zeros(len(EDGES), dtype=np.int64) for kind in KINDS})
+    counts: dict[str, np.ndarray] = field(
+        default_factory=lambda: {kind: np.zeros(len(EDGES), dtype=np.int64) for kind in KINDS}
+    )
 
     def __call__(self, requests: list[Request], hidden: torch.Tensor, logits: torch.Tensor, chosen: list[int]) -> None:
         alone, device = self.reference, logits.device
@@ -122,17 +143,25 @@ class _Comparing:
         top = logits.topk(2, dim=-1).values
         ours = [logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) for token in (best, second)]
         found = {
-            "request": [r.number for r in requests], "prompt": prompt.tolist(), "position": position.tolist(),
-            "margin": (top[:, 0] - top[:, 1]).tolist(), "solo_margin": alone.margin[prompt, position].tolist(),
-            "best_logit": ours[0].tolist(), "second_logit": ours[1].tolist(), "chosen": chosen,
+            "request": [r.number for r in requests],
+            "prompt": prompt.tolist(),
+            "position": position.tolist(),
+            "margin": (top[:, 0] - top[:, 1]).tolist(),
+            "solo_margin": alone.margin[prompt, position].tolist(),
+            "best_logit": ours[0].tolist(),
+            "second_logit": ours[1].tolist(),
+            "chosen": chosen,
             "flipped": [token != own for token, own in zip(chosen, best.tolist())],
             "third": [token not in pair for token, pair in zip(chosen, zip(best.tolist(), second.tolist()))],
         }
         for kind, here, there in ((KINDS[0], hidden.float(), alone.hidden), (KINDS[1], logits, alone.logits)):
             scaled = row_scaled_ulp(there[prompt, position].to(alone.dtypes[kind]), here.to(alone.dtypes[kind]))
             name = kind.split()[0]
-            found |= {f"{name}_median_ulp": scaled.median(-1).values.tolist(), f"{name}_largest_ulp": scaled.amax(-1).tolist(),
-                      f"{name}_other_bits": (scaled > 0).double().mean(-1).tolist()}
+            found |= {
+                f"{name}_median_ulp": scaled.median(-1).values.tolist(),
+                f"{name}_largest_ulp": scaled.amax(-1).tolist(),
+                f"{name}_other_bits": (scaled > 0).double().mean(-1).tolist(),
+            }
             edges = torch.tensor(EDGES, device=device)
             # Range i holds edge i - 1 < x <= edge i; range 0 is exactly 0.
             self.counts[kind] += torch.bucketize(scaled.flatten(), edges).bincount(minlength=len(EDGES)).cpu().numpy()
@@ -141,18 +170,32 @@ class _Comparing:
     def measured(self, cell: dict) -> Measured:
         positions = pd.DataFrame(self.rows).assign(**cell)
         positions["noise"] = positions.best_logit - positions.second_logit - positions.solo_margin
-        values = pd.concat([pd.DataFrame({"kind": kind, "above": [np.nan, *EDGES[:-1]], "up_to": EDGES, "values": count})
-                            for kind, count in self.counts.items()])
+        values = pd.concat(
+            [
+                pd.DataFrame({"kind": kind, "above": [np.nan, *EDGES[:-1]], "up_to": EDGES, "values": count})
+                for kind, count in self.counts.items()
+            ]
+        )
         return Measured(positions.sort_values(["request", "position"], ignore_index=True), values.assign(**cell))
 
 
-def measure(model: Model, prompts: list[list[int]], reference: Solo, load: Load, config: EngineConfig, cell: dict,
-            forced: bool = True) -> Measured:
+def measure(
+    model: Model,
+    prompts: list[list[int]],
+    reference: Solo,
+    load: Load,
+    config: EngineConfig,
+    cell: dict,
+    forced: bool = True,
+) -> Measured:
     """Serve ``load``, each request forced to its prompt's text alone, and compare every position with that text's.
 
-    positions has request, prompt, position; margin (of the two largest logits) and solo_margin; best_logit, second_logit:
-    the logits of the candidates that were best and second alone; chosen: the largest logit's token; flipped: it is not the
-    one chosen alone; third: it is neither candidate; noise: change of the candidates' difference; and per kind the row's
+    positions has request, prompt, position; margin (of the two largest logits) and solo_margin; best_logit,
+    second_logit:
+    the logits of the candidates that were best and second alone; chosen: the largest logit's token; flipped: it is
+    not the
+    one chosen alone; third: it is neither candidate; noise: change of the candidates' difference; and per kind the
+    row's
     median and largest row-scaled ULP and share of values with other bits. ``cell`` names the rows of both tables.
     forced=False leaves texts free: then only positions up to a request's first flip have the context that they are
     compared with.

@@ -45,8 +45,10 @@ def requests_to_tell_apart(rate: float, other: float, power: float = 0.95, alpha
     if not gap:
         raise BadInput(f"both rates are {rate}: no number of requests tells them apart.")
     middle = (rate + other) / 2
-    spread = norm.isf(_probability("alpha", alpha) / 2) * (2 * middle * (1 - middle)) ** 0.5 + norm.ppf(
-        _probability("power", power)) * (rate * (1 - rate) + other * (1 - other)) ** 0.5
+    spread = (
+        norm.isf(_probability("alpha", alpha) / 2) * (2 * middle * (1 - middle)) ** 0.5
+        + norm.ppf(_probability("power", power)) * (rate * (1 - rate) + other * (1 - other)) ** 0.5
+    )
     plain = (spread / gap) ** 2
     return ceil(plain / 4 * (1 + (1 + 4 / (plain * gap)) ** 0.5) ** 2)
 
@@ -63,8 +65,10 @@ def worth_in_independent_requests(differs: pd.Series, prompt: pd.Series) -> floa
     """How many independent requests these are worth for the rate over *all* prompts one might ask, not only these.
 
     differs: bool; prompt: the cluster of each. Requests of one prompt tend to agree, so n of them count as
-    n / (1 + (m - 1) ICC), m the mean size of a cluster and ICC the ANOVA estimate of the intra-class correlation (Ridout,
-    Demetrio and Firth, 1999), taken as 0 where negative and as 1 where all requests are alike or one prompt is all there is.
+    n / (1 + (m - 1) ICC), m the mean size of a cluster and ICC the ANOVA estimate of the intra-class correlation
+    (Ridout,
+    Demetrio and Firth, 1999), taken as 0 where negative and as 1 where all requests are alike or one prompt is all
+    there is.
     """
     groups = differs.astype(float).groupby(prompt)
     sizes, means = groups.size().to_numpy(float), groups.mean().to_numpy()
@@ -87,9 +91,11 @@ def anytime_interval(events: int, trials: int, alpha: float = 0.05) -> tuple[flo
     """An interval of a rate that may be looked at after every request: over all looks together it misses the rate with
     probability at most ``alpha``.
 
-    The rates at which a beta-binomial mixture (uniform prior) is less than 1 / alpha times as likely as the rate itself:
+    The rates at which a beta-binomial mixture (uniform prior) is less than 1 / alpha times as likely as the rate
+    itself:
     a likelihood ratio that is a martingale, so Ville's inequality holds at any stopping time (Robbins, 1970; Howard et
-    al., 2021). Requests may have rates of their own, as prompts do: where looks fall on whole cycles of the prompts, the
+    al., 2021). Requests may have rates of their own, as prompts do: where looks fall on whole cycles of the prompts,
+    the
     mean rate is covered still (the ratio's expectation over a cycle is a product of linear functions, at most the power
     of their mean). Requests must be independent given their prompts.
     """
@@ -105,14 +111,21 @@ def anytime_interval(events: int, trials: int, alpha: float = 0.05) -> tuple[flo
 
     found, tiny = events / trials, 1e-12
     low = 0.0 if events == 0 else brentq(evidence, tiny / trials, found) if evidence(tiny / trials) > 0 else 0.0
-    high = 1.0 if events == trials else brentq(evidence, found, 1 - tiny / trials) if evidence(1 - tiny / trials) > 0 else 1.0
+    high = (
+        1.0
+        if events == trials
+        else brentq(evidence, found, 1 - tiny / trials)
+        if evidence(1 - tiny / trials) > 0
+        else 1.0
+    )
     return (float(low), float(high))
 
 
 @dataclass(frozen=True)
 class StoppingRule:
     """Stop serving a cell early, at the end of a block of requests, only once the anytime interval of its rate is no
-    wider than ``width``; 0 never stops early. Because the interval holds at any stopping time, it is what a stopped cell
+    wider than ``width``; 0 never stops early. Because the interval holds at any stopping time, it is what a stopped
+    cell
     reports. Raises BadInput for a width outside 0 ... 1."""
 
     width: float
@@ -130,21 +143,37 @@ class StoppingRule:
 
     def interval(self, events: int, trials: int) -> tuple[float, float]:
         """What to report: the exact interval where the number of requests was fixed ahead, else the anytime one."""
-        return anytime_interval(events, trials, self.alpha) if self.width else exact_interval(events, trials, 1 - self.alpha)
+        return (
+            anytime_interval(events, trials, self.alpha)
+            if self.width
+            else exact_interval(events, trials, 1 - self.alpha)
+        )
 
     @property
     def words(self) -> str:
         if not self.width:
             return "No cell stops early: the number of requests was fixed before the first was served."
-        return (f"A cell stops early only at the end of a block of whole prompt cycles, once the {1 - self.alpha:.0%} anytime interval of "
-                f"its rate is at most {self.width:g} wide; stopped or not, that interval is what it reports.")
+        return (
+            f"A cell stops early only at the end of a block of whole prompt cycles, once the {1 - self.alpha:.0%} "
+            f"anytime interval of "
+            f"its rate is at most {self.width:g} wide; stopped or not, that interval is what it reports."
+        )
 
 
-def plan(requests: int, rates: tuple[float, ...] = (0.001, 0.005, 0.01, 0.05, 0.1), power: float = 0.95) -> pd.DataFrame:
+def plan(
+    requests: int, rates: tuple[float, ...] = (0.001, 0.005, 0.01, 0.05, 0.1), power: float = 0.95
+) -> pd.DataFrame:
     """A row a rate: requests needed to see it once, to tell it from 0, and each arm's requests to tell it from twice
     itself, all with probability ``power``; and the chance that ``requests`` show it at least once."""
-    return pd.DataFrame([{
-        "rate": rate, "to see it once": requests_to_see(rate, power), "to tell it from 0, each arm": requests_to_tell_apart(rate, 0, power),
-        "to tell it from twice itself, each arm": requests_to_tell_apart(rate, 2 * rate, power),
-        f"chance that {requests:,} show it": float(-np.expm1(requests * np.log1p(-rate))),
-    } for rate in rates])
+    return pd.DataFrame(
+        [
+            {
+                "rate": rate,
+                "to see it once": requests_to_see(rate, power),
+                "to tell it from 0, each arm": requests_to_tell_apart(rate, 0, power),
+                "to tell it from twice itself, each arm": requests_to_tell_apart(rate, 2 * rate, power),
+                f"chance that {requests:,} show it": float(-np.expm1(requests * np.log1p(-rate))),
+            }
+            for rate in rates
+        ]
+    )

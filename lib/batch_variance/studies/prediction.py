@@ -20,7 +20,9 @@ from ..common import BadInput
 MODELS = ("gaussian", "independent", "path")
 
 
-def predict(margins: pd.DataFrame, noise: pd.DataFrame, model: str = "independent", spare_own: bool = True) -> pd.DataFrame:
+def predict(
+    margins: pd.DataFrame, noise: pd.DataFrame, model: str = "independent", spare_own: bool = True
+) -> pd.DataFrame:
     """Share of requests expected to have diverged by each token.
 
     margins: prompt, position, margin (solo; >= 0), every prompt with positions 0 ... T - 1. noise: concurrency, run,
@@ -33,15 +35,22 @@ def predict(margins: pd.DataFrame, noise: pd.DataFrame, model: str = "independen
     wide = margins.pivot(index="prompt", columns="position", values="margin").sort_index(axis=1)
     rows = []
     for level, part in noise.groupby("concurrency"):
-        paths = part.pivot(index=["run", "request", "prompt"], columns="position", values="noise").reindex(columns=wide.columns)
+        paths = part.pivot(index=["run", "request", "prompt"], columns="position", values="noise").reindex(
+            columns=wide.columns
+        )
         owner = paths.index.get_level_values("prompt").to_numpy()
         for prompt, margin in wide.iterrows():
             others = paths[owner != prompt] if spare_own else paths
             if others.empty:
-                raise BadInput(f"at concurrency {level} only prompt {prompt} has measured noise: serve more prompts, or keep its own.")
+                raise BadInput(
+                    f"at concurrency {level} only prompt {prompt} has measured noise: serve more prompts, or keep its "
+                    f"own."
+                )
             by_token = _diverged(margin.to_numpy(float), others.to_numpy(float), model)
-            rows += [{"concurrency": level, "prompt": prompt, "position": position, "predicted": value}
-                     for position, value in zip(wide.columns, by_token)]
+            rows += [
+                {"concurrency": level, "prompt": prompt, "position": position, "predicted": value}
+                for position, value in zip(wide.columns, by_token)
+            ]
     return pd.DataFrame(rows)
 
 
@@ -58,7 +67,8 @@ def _diverged(margin: np.ndarray, paths: np.ndarray, model: str) -> np.ndarray:
 
 
 def _flips(margin: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """float [requests, T]: whether noise overturns the margin. Noise that makes an exact tie leaves the choice to the tie
+    """float [requests, T]: whether noise overturns the margin. Noise that makes an exact tie leaves the choice to the
+    tie
     rule, which takes either candidate as its number falls: a half; where there was a tie already, nothing moved."""
     return (noise < -margin) + 0.5 * ((noise == -margin) & (noise != 0))
 
@@ -71,8 +81,10 @@ def observe(requests: pd.DataFrame, tokens: int) -> pd.DataFrame:
     for (level, prompt), part in requests.groupby(["concurrency", "prompt"]):
         split = part.first_divergence.to_numpy()
         by_token = ((split[:, None] >= 0) & (split[:, None] <= position)).mean(0)
-        rows += [{"concurrency": level, "prompt": prompt, "position": int(t), "requests": len(part), "observed": float(v)}
-                 for t, v in zip(position, by_token)]
+        rows += [
+            {"concurrency": level, "prompt": prompt, "position": int(t), "requests": len(part), "observed": float(v)}
+            for t, v in zip(position, by_token)
+        ]
     return pd.DataFrame(rows)
 
 
@@ -100,9 +112,16 @@ def error(both: pd.DataFrame) -> dict[str, float]:
     weight = last.requests / last.requests.sum()
     share = last.concurrency.map(levels.set_index("concurrency").observed)
     noise = last.observed * (1 - last.observed)  # mean of (diverged - observed)^2 over a prompt's requests
-    brier, reference = (float((weight * ((guess - last.observed) ** 2 + noise)).sum()) for guess in (last.predicted, share))
-    return {"mean_absolute": float((levels.predicted - levels.observed).abs().mean()), "bias": float((levels.predicted - levels.observed).mean()),
-            "brier": brier, "reference": reference, "skill": 1 - brier / reference if reference > 0 else float("nan")}
+    brier, reference = (
+        float((weight * ((guess - last.observed) ** 2 + noise)).sum()) for guess in (last.predicted, share)
+    )
+    return {
+        "mean_absolute": float((levels.predicted - levels.observed).abs().mean()),
+        "bias": float((levels.predicted - levels.observed).mean()),
+        "brier": brier,
+        "reference": reference,
+        "skill": 1 - brier / reference if reference > 0 else float("nan"),
+    }
 
 
 def errors(margins: pd.DataFrame, noise: pd.DataFrame, observed: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
@@ -118,7 +137,9 @@ def misplaced(margins: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     return margins.assign(margin=np.random.default_rng(seed).permutation(margins.margin.to_numpy()))
 
 
-def skill_interval(both: pd.DataFrame, draws: int = 1000, seed: int = 0, confidence: float = 0.95) -> tuple[float, float]:
+def skill_interval(
+    both: pd.DataFrame, draws: int = 1000, seed: int = 0, confidence: float = 0.95
+) -> tuple[float, float]:
     """Bootstrap interval of the skill over prompts; NaNs with fewer than two."""
     last = both[both.position == both.position.max()]
     prompts = last.prompt.unique()
@@ -142,8 +163,14 @@ def calibration(both: pd.DataFrame, bins: int = 8) -> pd.DataFrame:
     rows = []
     for _, part in last.groupby(place):
         weight = part.requests / part.requests.sum()
-        rows.append({"predicted": float((weight * part.predicted).sum()), "observed": float((weight * part.observed).sum()),
-                     "requests": int(part.requests.sum()), "groups": len(part)})
+        rows.append(
+            {
+                "predicted": float((weight * part.predicted).sum()),
+                "observed": float((weight * part.observed).sum()),
+                "requests": int(part.requests.sum()),
+                "groups": len(part),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -154,8 +181,10 @@ def noise_structure(noise: pd.DataFrame) -> pd.DataFrame:
     """What would have to be so for the independent model to be right, by concurrency.
 
     noise: as in `predict`, and flipped (the largest logit was another's under the forced text), third (it was neither
-    candidate's). Returns rms, share that is exactly zero, share of the variance that requests of one prompt have in common
-    (the mean of a prompt and position explains it; 0 for draws of their own), correlation of |noise| between neighbouring
+    candidate's). Returns rms, share that is exactly zero, share of the variance that requests of one prompt have in
+    common
+    (the mean of a prompt and position explains it; 0 for draws of their own), correlation of |noise| between
+    neighbouring
     positions of a request, rank correlation of |noise| with the position, ratio of the loudest to the quietest prompt's
     rms, changed tokens and how many of them went to a third candidate.
     """
@@ -164,13 +193,22 @@ def noise_structure(noise: pd.DataFrame) -> pd.DataFrame:
         size = part.assign(size=part.noise.abs())
         wide = size.pivot(index=["run", "request", "prompt"], columns="position", values="size").to_numpy()
         rms = part.groupby("prompt").noise.agg(lambda v: float(np.sqrt((v**2).mean())))
-        rows.append({
-            "concurrency": level, "positions": len(part), "rms": float(np.sqrt((part.noise**2).mean())), "exactly zero": float((part.noise == 0).mean()),
-            "shared by a prompt's requests": _shared(part), "neighbours' correlation": _correlation(wide[:, :-1].ravel(), wide[:, 1:].ravel()),
-            "rank correlation with position": float(spearmanr(size["size"], size.position).statistic) if size["size"].nunique() > 1 and size.position.nunique() > 1 else float("nan"),
-            "loudest prompt over quietest": float(rms.max() / rms.min()) if rms.min() > 0 else float("nan"),
-            "changed tokens": int(part.flipped.sum()), "to a third candidate": int(part.third.sum()),
-        })
+        rows.append(
+            {
+                "concurrency": level,
+                "positions": len(part),
+                "rms": float(np.sqrt((part.noise**2).mean())),
+                "exactly zero": float((part.noise == 0).mean()),
+                "shared by a prompt's requests": _shared(part),
+                "neighbours' correlation": _correlation(wide[:, :-1].ravel(), wide[:, 1:].ravel()),
+                "rank correlation with position": float(spearmanr(size["size"], size.position).statistic)
+                if size["size"].nunique() > 1 and size.position.nunique() > 1
+                else float("nan"),
+                "loudest prompt over quietest": float(rms.max() / rms.min()) if rms.min() > 0 else float("nan"),
+                "changed tokens": int(part.flipped.sum()),
+                "to a third candidate": int(part.third.sum()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -196,4 +234,6 @@ def where_it_fails(both: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     last = both[both.position == both.position.max()]
     last = last.assign(difference=last.predicted - last.observed)
     order = last.difference.abs().sort_values(ascending=False, kind="stable").index[:count]
-    return last.loc[order, ["concurrency", "prompt", "requests", "predicted", "observed", "difference"]].reset_index(drop=True)
+    return last.loc[order, ["concurrency", "prompt", "requests", "predicted", "observed", "difference"]].reset_index(
+        drop=True
+    )

@@ -1,7 +1,8 @@
 """Where texts part from the same prompt's text alone, how long they stay with it, and what the margins were there.
 
 Tables in, tables out. A request's first span is the tokens before its first divergence. Its second span is the tokens
-right after the first that differs which agree again, at the same index, until the next that differs: 0 where two in a row
+right after the first that differs which agree again, at the same index, until the next that differs: 0 where two in a
+row
 differ. Either is censored where the text ends first.
 """
 
@@ -15,7 +16,8 @@ from scipy.stats import CensoredData, ecdf
 def survival(requests: pd.DataFrame, tokens: int) -> pd.DataFrame:
     """Kaplan-Meier: share of requests still with the text alone after so many tokens, by concurrency.
 
-    requests: concurrency, first_divergence (-1: none within ``tokens``). Returns concurrency, tokens (0 ... ``tokens``), share,
+    requests: concurrency, first_divergence (-1: none within ``tokens``). Returns concurrency, tokens (0 ...
+    ``tokens``), share,
     low, high (pointwise 95%, log-log; as if requests were independent).
     """
     rows = []
@@ -33,15 +35,19 @@ def curve(ended: np.ndarray, censored: np.ndarray, last: int) -> list[tuple[int,
         return [(t, 1.0, 1.0, 1.0) for t in time]
     found = ecdf(CensoredData(uncensored=ended, right=censored)).sf
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # where nothing is left the log-log bounds are undefined: replaced below
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # where nothing is left the log-log bounds are undefined: replaced below
         bounds = found.confidence_interval(method="log-log")
-    step = lambda f: np.array([1.0, *f.probabilities])[np.searchsorted(found.quantiles, time, side="right")]  # noqa: E731
+    place = np.searchsorted(found.quantiles, time, side="right")
+    step = lambda f: np.array([1.0, *f.probabilities])[place]  # noqa: E731
     share, low, high = step(found), step(bounds.low), step(bounds.high)
     return list(zip(time, share, np.where(np.isnan(low), share, low), np.where(np.isnan(high), share, high)))
 
 
 def second_spans(requests: pd.DataFrame) -> pd.DataFrame:
-    """A row a diverged request: first_span, second_span, censored (the text ended before it differed again), and the share
+    """A row a diverged request: first_span, second_span, censored (the text ended before it differed again), and the
+    share
     of the tokens after the first divergence that agree.
 
     requests: concurrency, run, request, prompt, text and alone (token ids, joined by blanks), first_divergence.
@@ -52,28 +58,45 @@ def second_spans(requests: pd.DataFrame) -> pd.DataFrame:
         shared = min(len(here), len(alone))
         after = here[r.first_divergence + 1 : shared] == alone[r.first_divergence + 1 : shared]
         again = np.flatnonzero(~after)
-        rows.append({
-            "concurrency": r.concurrency, "run": r.run, "request": r.request, "prompt": r.prompt, "first_span": r.first_divergence,
-            "second_span": int(again[0]) if again.size else len(after), "censored": not again.size,
-            "agree_after": float(after.mean()) if len(after) else np.nan,
-        })
-    return pd.DataFrame(rows, columns=["concurrency", "run", "request", "prompt", "first_span", "second_span", "censored", "agree_after"])
+        rows.append(
+            {
+                "concurrency": r.concurrency,
+                "run": r.run,
+                "request": r.request,
+                "prompt": r.prompt,
+                "first_span": r.first_divergence,
+                "second_span": int(again[0]) if again.size else len(after),
+                "censored": not again.size,
+                "agree_after": float(after.mean()) if len(after) else np.nan,
+            }
+        )
+    return pd.DataFrame(
+        rows,
+        columns=["concurrency", "run", "request", "prompt", "first_span", "second_span", "censored", "agree_after"],
+    )
 
 
 def span_summary(requests: pd.DataFrame, spans: pd.DataFrame, tokens: int) -> pd.DataFrame:
-    """By concurrency: requests, diverged, median first span (blank where fewer than half diverged), second spans that are
+    """By concurrency: requests, diverged, median first span (blank where fewer than half diverged), second spans that
+    are
     0, median second span among those that ended, censored ones."""
     rows = []
     for level, part in requests.groupby("concurrency"):
         own = spans[spans.concurrency == level]
         reach = survival(part, tokens)
         ended = own[~own.censored]
-        rows.append({
-            "concurrency": level, "requests": len(part), "diverged": len(own),
-            "median first span": float((reach.share > 0.5).sum() - 1) if (reach.share <= 0.5).any() else np.nan,
-            "second span 0": int((ended.second_span == 0).sum()), "median second span": float(ended.second_span.median()),
-            "censored": int(own.censored.sum()), "agree after it": float(own.agree_after.mean()),
-        })
+        rows.append(
+            {
+                "concurrency": level,
+                "requests": len(part),
+                "diverged": len(own),
+                "median first span": float((reach.share > 0.5).sum() - 1) if (reach.share <= 0.5).any() else np.nan,
+                "second span 0": int((ended.second_span == 0).sum()),
+                "median second span": float(ended.second_span.median()),
+                "censored": int(own.censored.sum()),
+                "agree after it": float(own.agree_after.mean()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -95,11 +118,18 @@ def median_ratio(positions: pd.DataFrame, draws: int = 500, seed: int = 0) -> pd
             pick = random.integers(0, len(groups), len(groups))
             found.append(_ratio(*(np.concatenate([groups[i][side] for i in pick]) for side in (0, 1))))
         low, high = np.nanquantile(found, [0.025, 0.975])
-        rows.append({
-            "concurrency": level, "positions": len(part), "median margin alone": float(part.solo_margin.median()),
-            "median margin in the batch": float(part.margin.median()), "ratio": _ratio(part.margin, part.solo_margin),
-            "low": float(low), "high": float(high), "margins that moved": float((part.margin != part.solo_margin).mean()),
-        })
+        rows.append(
+            {
+                "concurrency": level,
+                "positions": len(part),
+                "median margin alone": float(part.solo_margin.median()),
+                "median margin in the batch": float(part.margin.median()),
+                "ratio": _ratio(part.margin, part.solo_margin),
+                "low": float(low),
+                "high": float(high),
+                "margins that moved": float((part.margin != part.solo_margin).mean()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -115,15 +145,24 @@ def at_divergence(requests: pd.DataFrame, margins: pd.DataFrame) -> pd.DataFrame
     position, margin (alone).
     """
     alone = margins.set_index(["prompt", "position"]).margin
-    rows = [{
-        "concurrency": r.concurrency, "run": r.run, "request": r.request, "prompt": r.prompt, "position": r.first_divergence,
-        "margin": float(r.margins.split()[r.first_divergence]), "solo_margin": float(alone.loc[r.prompt, r.first_divergence]),
-    } for r in requests[requests.first_divergence >= 0].itertuples(index=False)]
+    rows = [
+        {
+            "concurrency": r.concurrency,
+            "run": r.run,
+            "request": r.request,
+            "prompt": r.prompt,
+            "position": r.first_divergence,
+            "margin": float(r.margins.split()[r.first_divergence]),
+            "solo_margin": float(alone.loc[r.prompt, r.first_divergence]),
+        }
+        for r in requests[requests.first_divergence >= 0].itertuples(index=False)
+    ]
     return pd.DataFrame(rows, columns=["concurrency", "run", "request", "prompt", "position", "margin", "solo_margin"])
 
 
 def near_ties(places: pd.DataFrame, margins: pd.DataFrame, draws: int = 10_000, seed: int = 0) -> dict:
-    """Do texts part where the prompt alone is near a tie? A permutation test over the distinct places (prompt, position) of
+    """Do texts part where the prompt alone is near a tie? A permutation test over the distinct places (prompt,
+    position) of
     first divergences, so that many requests parting at one place count once.
 
     The statistic is the mean rank of the place's solo margin among its prompt's positions, 0 for the smallest and 1 for
@@ -132,11 +171,20 @@ def near_ties(places: pd.DataFrame, margins: pd.DataFrame, draws: int = 10_000, 
     these places and overall.
     """
     distinct = places[["prompt", "position"]].drop_duplicates()
-    ranks = {prompt: g.sort_values("position").margin.rank(method="average").sub(1).div(max(len(g) - 1, 1)).to_numpy()
-             for prompt, g in margins.groupby("prompt")}
+    ranks = {
+        prompt: g.sort_values("position").margin.rank(method="average").sub(1).div(max(len(g) - 1, 1)).to_numpy()
+        for prompt, g in margins.groupby("prompt")
+    }
     alone = margins.set_index(["prompt", "position"]).margin
     if distinct.empty:
-        return {"places": 0, "mean_rank": np.nan, "expected": np.nan, "p": np.nan, "median_there": np.nan, "median_everywhere": float(alone.median())}
+        return {
+            "places": 0,
+            "mean_rank": np.nan,
+            "expected": np.nan,
+            "p": np.nan,
+            "median_there": np.nan,
+            "median_everywhere": float(alone.median()),
+        }
     random, total = np.random.default_rng(seed), np.zeros(draws)
     for prompt, count in distinct.prompt.value_counts().items():
         drawn = random.random((draws, len(ranks[prompt]))).argsort(1)[:, :count]
@@ -144,9 +192,12 @@ def near_ties(places: pd.DataFrame, margins: pd.DataFrame, draws: int = 10_000, 
     found = float(np.mean([ranks[r.prompt][r.position] for r in distinct.itertuples()]))
     null = total / len(distinct)
     return {
-        "places": len(distinct), "mean_rank": found, "expected": float(null.mean()),
+        "places": len(distinct),
+        "mean_rank": found,
+        "expected": float(null.mean()),
         "p": float((1 + (null <= found + 1e-12).sum()) / (draws + 1)),
-        "median_there": float(np.median([alone.loc[r.prompt, r.position] for r in distinct.itertuples()])), "median_everywhere": float(alone.median()),
+        "median_there": float(np.median([alone.loc[r.prompt, r.position] for r in distinct.itertuples()])),
+        "median_everywhere": float(alone.median()),
     }
 
 
@@ -160,10 +211,17 @@ def trend(requests: pd.DataFrame, draws: int = 2000, seed: int = 0) -> dict:
     part = requests[requests.concurrency > 1]
     shares = (part.first_divergence >= 0).groupby(part.concurrency).mean()
     level, differs = np.log2(part.concurrency.to_numpy(float)), (part.first_divergence >= 0).to_numpy(float)
-    ends = {"lowest": float(shares.iloc[0]), "highest": float(shares.iloc[-1])} if len(shares) else {"lowest": np.nan, "highest": np.nan}
+    ends = (
+        {"lowest": float(shares.iloc[0]), "highest": float(shares.iloc[-1])}
+        if len(shares)
+        else {"lowest": np.nan, "highest": np.nan}
+    )
     if len(shares) < 2 or differs.std() == 0:
         return {"correlation": np.nan, "p": np.nan, **ends}
-    random, groups = np.random.default_rng(seed), [np.flatnonzero(part.prompt == prompt) for prompt in part.prompt.unique()]
+    random, groups = (
+        np.random.default_rng(seed),
+        [np.flatnonzero(part.prompt == prompt) for prompt in part.prompt.unique()],
+    )
     centred = differs - differs.mean()
     found, null = float(level @ centred), []
     for _ in range(draws):

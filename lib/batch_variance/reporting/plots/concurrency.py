@@ -33,16 +33,35 @@ def _note(ax, text: str) -> None:
 
 @drawn
 def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure:
-    """table: `studies.concurrency.outputs`; pairs: `studies.concurrency.pairs`. Changed texts, and rows that shared a step."""
+    """table: `studies.concurrency.outputs`; pairs: `studies.concurrency.pairs`. Changed texts, and rows that shared a
+    step.
+    """
     fig, (texts, rows) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(2, 1))
     for run, shift, marker, colour in (("A", 0.97, "o", "C0"), ("B", 1.03, "s", "C1")):
         part = table[table.run == run]
         share = part["differ from alone"] / part.requests
-        texts.errorbar(part.concurrency * shift, share, yerr=[share - part.low, part.high - share], fmt=marker, color=colour, capsize=2, markersize=5,
-                       label=f"run {run} against alone")
+        texts.errorbar(
+            part.concurrency * shift,
+            share,
+            yerr=[share - part.low, part.high - share],
+            fmt=marker,
+            color=colour,
+            capsize=2,
+            markersize=5,
+            label=f"run {run} against alone",
+        )
     share = pairs["differ between A and B"] / pairs.requests
-    texts.errorbar(pairs.concurrency, share, yerr=[share - pairs.low, pairs.high - share], fmt="D-", color="C2", capsize=2, markersize=4, linewidth=1,
-                   label="run A against run B")
+    texts.errorbar(
+        pairs.concurrency,
+        share,
+        yerr=[share - pairs.low, pairs.high - share],
+        fmt="D-",
+        color="C2",
+        capsize=2,
+        markersize=4,
+        linewidth=1,
+        label="run A against run B",
+    )
     texts.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     texts.set(ylabel="requests whose text differs", ylim=(-0.02, None), title="Texts")
     mean = table.groupby("concurrency")["co-resident rows"].mean()
@@ -53,14 +72,22 @@ def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure
     rows.set(title="Co-resident rows", ylabel="rows a step, mean")
     for ax in (texts, rows):
         _by_doubling(ax, table.concurrency.unique())
-    fig.legend(*(a + b for a, b in zip(texts.get_legend_handles_labels(), rows.get_legend_handles_labels())), loc="outside upper center", ncols=4, fontsize=9,
-               title=label, title_fontsize=10)
+    fig.legend(
+        *(a + b for a, b in zip(texts.get_legend_handles_labels(), rows.get_legend_handles_labels())),
+        loc="outside upper center",
+        ncols=4,
+        fontsize=9,
+        title=label,
+        title_fontsize=10,
+    )
     return fig
 
 
 @drawn
 def ulp_distribution(values: pd.DataFrame, label: str = "") -> Figure:
-    """values: `studies.concurrency.ulp_shares`. Share of values further than x row-scaled ULP from the same position alone."""
+    """values: `studies.concurrency.ulp_shares`. Share of values further than x row-scaled ULP from the same position
+    alone.
+    """
     kinds = list(dict.fromkeys(values.kind))
     fig, axes = plt.subplots(1, len(kinds), figsize=(7.2, 3.2), sharey=True, squeeze=False)
     colours = _colours(sorted(values.concurrency.unique()))
@@ -84,30 +111,60 @@ def ulp_distribution(values: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def margins(curves: pd.DataFrame, ratios: pd.DataFrame, label: str = "") -> Figure:
-    """curves: `studies.concurrency.margin_curves`; ratios: `studies.spans.median_ratio`. Margins of all positions alone and
+    """curves: `studies.concurrency.margin_curves`; ratios: `studies.spans.median_ratio`. Margins of all positions
+    alone and
     in batches, and alone at first divergences; the median's ratio by concurrency."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(3, 2))
-    styles = {"all positions, alone": ("#222222", "-", 2.6), "all positions, largest concurrency": ("C5", "--", 1.8), "first divergences, alone": ("C1", "-", 1.8),
-              "first divergences, in the batch": ("C3", ":", 2.2)}
+    styles = {
+        "all positions, alone": ("#222222", "-", 2.6),
+        "all positions, largest concurrency": ("C5", "--", 1.8),
+        "first divergences, alone": ("C1", "-", 1.8),
+        "first divergences, in the batch": ("C3", ":", 2.2),
+    }
     for name, (colour, line, width) in styles.items():
         part = curves[curves.which == name]
         if len(part):
-            left.step(part.margin, part.share, where="post", color=colour, linestyle=line, linewidth=width, label=f"{name} ({part.count_.iloc[0]:,})")
+            left.step(
+                part.margin,
+                part.share,
+                where="post",
+                color=colour,
+                linestyle=line,
+                linewidth=width,
+                label=f"{name} ({part.count_.iloc[0]:,})",
+            )
     left.set_xscale("symlog", linthresh=0.01)
-    left.set(xlabel="margin (top-1 minus top-2 logit)", ylabel="share of positions up to it", ylim=(0, 1.02), title="Margins")
-    right.errorbar(ratios.concurrency, ratios.ratio, yerr=[(ratios.ratio - ratios.low).clip(lower=0), (ratios.high - ratios.ratio).clip(lower=0)], fmt="o", color="C0", capsize=2)
+    left.set(
+        xlabel="margin (top-1 minus top-2 logit)", ylabel="share of positions up to it", ylim=(0, 1.02), title="Margins"
+    )
+    right.errorbar(
+        ratios.concurrency,
+        ratios.ratio,
+        yerr=[(ratios.ratio - ratios.low).clip(lower=0), (ratios.high - ratios.ratio).clip(lower=0)],
+        fmt="o",
+        color="C0",
+        capsize=2,
+    )
     right.axhline(1, color="#777777", linewidth=1, linestyle="--")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.9), max(high, 1.1))
     right.set(ylabel="in the batch over alone", title="Median, same places")
     _by_doubling(right, ratios.concurrency)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9, title=label, title_fontsize=10)
+    fig.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=2,
+        fontsize=9,
+        title=label,
+        title_fontsize=10,
+    )
     return fig
 
 
 @drawn
 def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figure:
-    """curves: `studies.spans.survival`; spans: `studies.concurrency.second_span_curve`. Texts still with the text alone, and
+    """curves: `studies.spans.survival`; spans: `studies.concurrency.second_span_curve`. Texts still with the text
+    alone, and
     how long they agree again."""
     fig, (first, second) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(3, 2))
     colours = _colours(sorted(curves.concurrency.unique()))
@@ -124,14 +181,21 @@ def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figu
     else:
         _note(second, "no text diverged")
     second.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    second.set(xlabel="tokens after the first that differs", ylabel="texts that still agree", ylim=(0, 1.02), title="Second span")
+    second.set(
+        xlabel="tokens after the first that differs",
+        ylabel="texts that still agree",
+        ylim=(0, 1.02),
+        title="Second span",
+    )
     fig.suptitle(label, fontsize=10)
     return fig
 
 
 @drawn
 def candidates(split: pd.DataFrame, label: str = "") -> Figure:
-    """split: `studies.concurrency.candidates_at_split`. Both candidates' logits where one text parts, alone and in the batch."""
+    """split: `studies.concurrency.candidates_at_split`. Both candidates' logits where one text parts, alone and in
+    the batch.
+    """
     fig, ax = plt.subplots(figsize=(7.2, 2.2))
     places = {name: y for y, name in enumerate(dict.fromkeys(split.served))}
     for (token, part), colour, marker in zip(split.groupby("token", sort=False), ("C0", "C1"), "os"):
@@ -140,7 +204,13 @@ def candidates(split: pd.DataFrame, label: str = "") -> Figure:
     for name, part in split.groupby("served", sort=False):
         ax.plot(part.logit, [places[name]] * len(part), color="#999999", linewidth=1, zorder=1)
         best = part.loc[part.chosen, "token"]
-        ax.annotate(f"says {best.iloc[0]!r}" if len(best) else "says a third token", (1.01, places[name]), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        ax.annotate(
+            f"says {best.iloc[0]!r}" if len(best) else "says a third token",
+            (1.01, places[name]),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=9,
+        )
     ax.set(yticks=list(places.values()), yticklabels=list(places), ylim=(len(places) - 0.5, -0.5), xlabel="logit")
     fig.legend(loc="outside upper center", ncols=2, fontsize=9, title=label, title_fontsize=10)
     return fig
@@ -148,7 +218,9 @@ def candidates(split: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def predicted_and_observed(levels: pd.DataFrame, label: str = "") -> Figure:
-    """levels: `studies.prediction.by_concurrency` with a column model. Share diverged by token: predicted and observed."""
+    """levels: `studies.prediction.by_concurrency` with a column model. Share diverged by token: predicted and
+    observed.
+    """
     shown = [level for level in sorted(levels.concurrency.unique()) if level > 1]
     columns = min(len(shown), 3) or 1
     rows = -(-len(shown) // columns) or 1
@@ -180,20 +252,27 @@ def calibration(bins: pd.DataFrame, label: str = "") -> Figure:
     for ax, name in zip(axes[0], names):
         part = bins[bins.model == name]
         ax.plot([0, top], [0, top], color="#777777", linewidth=1, linestyle="--")
-        ax.scatter(part.predicted, part.observed, s=12 + 120 * part.requests / bins.requests.max(), color="C0", alpha=0.7)
+        ax.scatter(
+            part.predicted, part.observed, s=12 + 120 * part.requests / bins.requests.max(), color="C0", alpha=0.7
+        )
         ax.set_title(name, fontsize=10)
         ax.set_aspect("equal")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[0, 0].set_ylabel("observed")
-    fig.supxlabel("predicted share of requests diverged by the last token; one point a bin of prompts and concurrencies", fontsize=10)
+    fig.supxlabel(
+        "predicted share of requests diverged by the last token; one point a bin of prompts and concurrencies",
+        fontsize=10,
+    )
     fig.suptitle(label, fontsize=10)
     return fig
 
 
 @drawn
 def parity(found: pd.DataFrame, label: str = "") -> Figure:
-    """found: `studies.concurrency.parity_cases`. Disagreement of two engines, what noise alone gives, and the gap that is left."""
+    """found: `studies.concurrency.parity_cases`. Disagreement of two engines, what noise alone gives, and the gap
+    that is left.
+    """
     cases, quantities = list(dict.fromkeys(found.case)), list(dict.fromkeys(found.quantity))
     fig, axes = plt.subplots(1, len(cases), figsize=(7.2, 0.32 * len(quantities) + 1.3), sharey=True, squeeze=False)
     y = np.arange(len(quantities))[::-1]
@@ -210,7 +289,9 @@ def parity(found: pd.DataFrame, label: str = "") -> Figure:
 
 
 def texts_html(tokens: pd.DataFrame, prompt: str, split: int) -> str:
-    """Both texts token by token as HTML, tokens that differ marked by colour and underline. tokens: `studies.concurrency.Pair.tokens`."""
+    """Both texts token by token as HTML, tokens that differ marked by colour and underline. tokens:
+    `studies.concurrency.Pair.tokens`.
+    """
 
     def line(column: str, margin: str) -> str:
         pieces = []
@@ -221,5 +302,10 @@ def texts_html(tokens: pd.DataFrame, prompt: str, split: int) -> str:
             pieces.append(f'<span style="{style}" title="token {index}{known}">{html.escape(str(row[column]))}</span>')
         return f'<p style="margin:0.2em 0;white-space:pre-wrap"><strong>{column}:</strong> {"".join(pieces)}</p>'
 
-    return (f'<div role="group" aria-label="one prompt\'s text alone and in the batch"><p style="margin:0.2em 0"><em>{html.escape(prompt)}</em></p>'
-            + line("alone", "margin alone") + line("in the batch", "margin in the batch") + "</div>")
+    return (
+        f'<div role="group" aria-label="one prompt\'s text alone and in the batch"><p style="margin:0.2em '
+        f'0"><em>{html.escape(prompt)}</em></p>'
+        + line("alone", "margin alone")
+        + line("in the batch", "margin in the batch")
+        + "</div>"
+    )
