@@ -109,6 +109,34 @@ def test_rates_are_the_tables_sums_with_exact_intervals(folder):
         assert (row.low, row.high) == exact_interval(row.events, row.trials) and row.tier == "recorded-gpu"
 
 
+def test_each_mechanism_alone_has_its_rate(folder):
+    """Of the part that shares changes out: none, one at a time and all; not the pairs, and not another part."""
+    counts = (("none", 0), ("split_k", 2), ("row_threshold", 5), ("split_k+row_threshold", 9), ("a+b", 1))
+    rows = [
+        {
+            "part": part,
+            "mechanisms": name,
+            "prompt": prompt,
+            "requests": 10,
+            "changed": changed,
+            "studied": "split_k+row_threshold",
+        }
+        for part in ("budget", "load")
+        for name, changed in counts
+        for prompt in range(2)
+    ]
+    pd.DataFrame(rows).assign(tier="live-gpu", **GPU).to_csv(folder / "attribution_moe_prompts.csv", index=False)
+    found = study.rates(Recorded(folder))
+    mine = found[found.table == "attribution_moe_prompts"]
+    assert mine[["subject", "dispatch", "events", "trials"]].values.tolist() == [
+        ["text of a request, no mechanism, moe", "invariant", 0, 20],
+        ["text of a request, split k alone, moe", "default", 4, 20],
+        ["text of a request, row threshold alone, moe", "default", 10, 20],
+        ["text of a request, all mechanisms together, moe", "default", 18, 20],
+    ]
+    assert set(mine.tier) == {"recorded-gpu"}
+
+
 def test_a_cost_is_the_geometric_mean_over_all_configurations(folder):
     """Not of a policy that was measured on some of them only, and not of another metric."""
     (row,) = study.costs(Recorded(folder)).itertuples()

@@ -50,7 +50,9 @@ def recorded(p: Parameters) -> Recorded:
 
 
 def tier_of(row: pd.Series) -> str:
-    """recorded-gpu for a row measured on a GPU, cpu-native for one of a CPU."""
+    """recorded-gpu for a row measured on a GPU; else what the row itself says, or cpu-native."""
+    if str(row.get("tier", "live-gpu")) != "live-gpu":
+        return str(row["tier"])
     return "recorded-gpu" if str(row.get("gpu", "none")) not in ("none", "nan") else "cpu-native"
 
 
@@ -69,7 +71,7 @@ def rates(found: Recorded) -> pd.DataFrame:
 
     A row a (subject, dispatch): subject, dispatch, events, trials, low, high (exact 95%), tier, table.
     """
-    rows = [*_decode_rates(found), *_threshold_rates(found), *_concurrency_rates(found)]
+    rows = [*_decode_rates(found), *_threshold_rates(found), *_concurrency_rates(found), *_attribution_rates(found)]
     return pd.DataFrame(rows, columns=_SUBJECTS)
 
 
@@ -138,6 +140,23 @@ def _concurrency_rates(found: Recorded):
                 tier_of(twin.iloc[0]),
                 name,
             )
+
+
+def _attribution_rates(found: Recorded):
+    """Each mechanism alone on, all on, and none on, from the part of the table that shares changed texts out."""
+    for ffn in ("moe", "dense"):
+        name = f"attribution_{ffn}_prompts"
+        table = found.table(name)
+        budget = table[table.part == "budget"] if len(table) else table
+        for mechanisms, part in budget.groupby("mechanisms", sort=False) if len(budget) else ():
+            if mechanisms == part.studied.iloc[0]:
+                mechanisms = "all mechanisms together"
+            elif "+" in mechanisms:
+                continue
+            subject = f"text of a request, {mechanisms.replace('_', ' ')}{'' if ' ' in mechanisms else ' alone'}, {ffn}"
+            dispatch = "invariant" if mechanisms == "none" else "default"
+            subject = f"text of a request, no mechanism, {ffn}" if mechanisms == "none" else subject
+            yield _rate(subject, dispatch, part.changed.sum(), part.requests.sum(), tier_of(part.iloc[0]), name)
 
 
 # --- Costs ------------------------------------------------------------------------------------------------------------
