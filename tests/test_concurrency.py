@@ -28,6 +28,7 @@ from batch_variance.reporting.parameters import read_defaults, read_settings  # 
 from batch_variance.reporting.plots import concurrency as plots  # noqa: E402
 from batch_variance.studies import concurrency as study  # noqa: E402
 from batch_variance.studies import concurrency_findings as findings  # noqa: E402
+from batch_variance.studies import concurrency_tables as tabled  # noqa: E402
 from batch_variance.studies import forcing, spans  # noqa: E402
 
 TOKENS = 6
@@ -292,7 +293,7 @@ def results(setup):
 
 @pytest.fixture(scope="module")
 def tables(setup, results):
-    return study.tables(setup, results)
+    return tabled.tables(setup, results)
 
 
 def test_parameters_are_the_notebook_s_and_its_values_are_good():
@@ -401,7 +402,7 @@ def test_tables_count_what_was_served(tables, results):
     assert pairs.loc[8, "differ between A and B"] == (both.A != both.B).sum() and pairs.loc[1, "exact match"] == 1
     shares = tables["ulp_shares"]
     assert shares[(shares.concurrency == 1)].further.max() == 0 and shares[shares.concurrency == 8].further.max() > 0
-    assert set(study.TABLES) == set(tables)
+    assert set(tabled.TABLES) == set(tables)
 
 
 def test_verdicts_pass_their_shape_and_can_fail(tables):
@@ -469,16 +470,16 @@ def test_stopping_early_serves_fewer_and_says_so(values):
 
 def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path, monkeypatch):
     monkeypatch.setattr("batch_variance.studies.recordings.data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    assert study.save(setup, tables) == [] and study.recorded("moe") is None
+    assert tabled.save(setup, tables) == [] and tabled.recorded("moe") is None
     stored = replace(setup, p=setup.p.model_copy(update={"record": str(tmp_path)}))
-    assert len(study.save(stored, tables)) == len(study.TABLES)
-    found = study.recorded("moe")
+    assert len(tabled.save(stored, tables)) == len(tabled.TABLES)
+    found = tabled.recorded("moe")
     assert findings.recorded_paragraph(found) == "\n\n".join(say(tables) for say in findings.SENTENCES)
     ours, theirs = findings.verdicts(tables), findings.verdicts(found)
     assert [(v["id"], v["holds"], v["occurred"]) for v in ours] == [
         (v["id"], v["holds"], v["occurred"]) for v in theirs
     ]
-    assert list(study.unstamped(found["outputs"]).columns) == list(tables["outputs"].columns)
+    assert list(tabled.unstamped(found["outputs"]).columns) == list(tables["outputs"].columns)
     assert "1 run" not in findings.recorded_sentence({}) and "experts" in findings.recorded_sentence({"moe": found})
     assert findings.conclusion(setup, tables, {"moe": found}).count("recorded-gpu") == 1
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batch_variance.studies import concurrency as study
+from batch_variance.studies import concurrency_tables as tabled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -53,5 +54,5 @@ def test_forced_and_free_runs_from_worker_processes(tiny_folder, tmp_path, ffn):
     positions = forced.positions
     assert (positions[positions.concurrency == 1].logits_other_bits == 0).all()
     assert (positions[positions.concurrency == 8].logits_other_bits > 0).any()
-    tables = study.tables(setup, study.Results(requests, forced))
-    assert set(tables) == set(study.TABLES)
+    tables = tabled.tables(setup, study.Results(requests, forced))
+    assert set(tables) == set(tabled.TABLES)

@@ -1,6 +1,6 @@
 """What notebook 03's tables say: verdicts with their controls, and sentences with the numbers in them.
 
-Every function reads the tables of `studies.concurrency.tables`, live or recorded alike.
+Every function reads the tables of `studies.concurrency_tables.tables`, live or recorded alike.
 """
 
 import math
@@ -8,7 +8,8 @@ import math
 import pandas as pd
 
 from ..common import Rate
-from .concurrency import Pair, Parameters, Setup, Tables
+from .concurrency import Pair, Parameters, Setup
+from .concurrency_tables import Tables
 from .parity import GAP, MISMATCH, NOISE, SHARE
 from .power import StoppingRule, smallest_rate_seen
 

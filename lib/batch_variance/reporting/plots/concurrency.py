@@ -33,7 +33,8 @@ def _note(ax, text: str) -> None:
 
 @drawn
 def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure:
-    """table: `studies.concurrency.outputs`; pairs: `studies.concurrency.pairs`. Changed texts, and rows that shared a
+    """table: `studies.concurrency_tables.outputs`; pairs: `studies.concurrency_tables.pairs`. Changed texts, and rows
+    that shared a
     step.
     """
     fig, (texts, rows) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(2, 1))
@@ -85,7 +86,8 @@ def outputs(table: pd.DataFrame, pairs: pd.DataFrame, label: str = "") -> Figure
 
 @drawn
 def ulp_distribution(values: pd.DataFrame, label: str = "") -> Figure:
-    """values: `studies.concurrency.ulp_shares`. Share of values further than x row-scaled ULP from the same position
+    """values: `studies.concurrency_tables.ulp_shares`. Share of values further than x row-scaled ULP from the same
+    position
     alone.
     """
     kinds = list(dict.fromkeys(values.kind))
@@ -111,7 +113,8 @@ def ulp_distribution(values: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def margins(curves: pd.DataFrame, ratios: pd.DataFrame, label: str = "") -> Figure:
-    """curves: `studies.concurrency.margin_curves`; ratios: `studies.spans.median_ratio`. Margins of all positions
+    """curves: `studies.concurrency_tables.margin_curves`; ratios: `studies.spans.median_ratio`. Margins of all
+    positions
     alone and
     in batches, and alone at first divergences; the median's ratio by concurrency."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(3, 2))
@@ -163,7 +166,8 @@ def margins(curves: pd.DataFrame, ratios: pd.DataFrame, label: str = "") -> Figu
 
 @drawn
 def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figure:
-    """curves: `studies.spans.survival`; spans: `studies.concurrency.second_span_curve`. Texts still with the text
+    """curves: `studies.spans.survival`; spans: `studies.concurrency_tables.second_span_curve`. Texts still with the
+    text
     alone, and
     how long they agree again."""
     fig, (first, second) = plt.subplots(1, 2, figsize=(7.2, 3.2), width_ratios=(3, 2))
@@ -193,7 +197,7 @@ def survival(curves: pd.DataFrame, spans: pd.DataFrame, label: str = "") -> Figu
 
 @drawn
 def candidates(split: pd.DataFrame, label: str = "") -> Figure:
-    """split: `studies.concurrency.candidates_at_split`. Both candidates' logits where one text parts, alone and in
+    """split: `studies.concurrency.Pair.candidates`. Both candidates' logits where one text parts, alone and in
     the batch.
     """
     fig, ax = plt.subplots(figsize=(7.2, 2.2))
@@ -270,7 +274,8 @@ def calibration(bins: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def parity(found: pd.DataFrame, label: str = "") -> Figure:
-    """found: `studies.concurrency.parity_cases`. Disagreement of two engines, what noise alone gives, and the gap
+    """found: `studies.concurrency_tables.parity_cases`. Disagreement of two engines, what noise alone gives, and the
+    gap
     that is left.
     """
     cases, quantities = list(dict.fromkeys(found.case)), list(dict.fromkeys(found.quantity))
