@@ -6,6 +6,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from ..drawings import drawn
+
 
 def _words(names) -> list[str]:
     return [name.replace("_", " ") for name in names]
@@ -21,6 +23,7 @@ def _percent(ax, axis: str = "x") -> None:
     getattr(ax, f"{axis}axis").set_major_formatter(PercentFormatter(1, decimals=None))
 
 
+@drawn
 def bits_and_texts(alone: pd.DataFrame, label: str = "") -> Figure:
     """alone: `studies.attribution.alone_table`. Each mechanism alone: tokens whose margin moved, and texts changed."""
     fig, (bits, texts) = plt.subplots(1, 2, figsize=(7.2, 0.42 * len(alone) + 1.3), sharey=True)
@@ -38,6 +41,7 @@ def bits_and_texts(alone: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def budget(shares: pd.DataFrame, label: str = "") -> Figure:
     """shares: `attribution_design.budget`. A mechanism's share of the changed requests, and its effect switched on or off alone."""
     fig, ax = plt.subplots(figsize=(7.2, 0.55 * len(shares) + 1.2))
@@ -56,6 +60,7 @@ def budget(shares: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def by_seed(seeds: pd.DataFrame, label: str = "") -> Figure:
     """seeds: `attribution_findings.by_seed`. Each mechanism's share from each seed's requests alone."""
     names = seeds.groupby("mechanism").share.mean().sort_values(ascending=False).index.tolist()
@@ -75,6 +80,7 @@ def by_seed(seeds: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def load(loads: pd.DataFrame, label: str = "") -> Figure:
     """loads: `studies.attribution.load_table`. Share of changed texts against concurrency, none and all on."""
     fig, ax = plt.subplots(figsize=(7.2, 3.2))
@@ -94,6 +100,7 @@ def load(loads: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def planted(table: pd.DataFrame, alone: pd.DataFrame, label: str = "") -> Figure:
     """table: `studies.attribution.planted_table`. Known sizes against the texts they change, the mechanisms as lines across."""
     fig, ax = plt.subplots(figsize=(7.2, 3.4))
@@ -113,6 +120,7 @@ def planted(table: pd.DataFrame, alone: pd.DataFrame, label: str = "") -> Figure
     return fig
 
 
+@drawn
 def amplifiers(table: pd.DataFrame, label: str = "") -> Figure:
     """table: `studies.attribution.amplifier_table`. The same mechanisms under other dtypes."""
     names = list(dict.fromkeys(table.amplifier))
@@ -133,6 +141,7 @@ def amplifiers(table: pd.DataFrame, label: str = "") -> Figure:
     return fig
 
 
+@drawn
 def retold(table: pd.DataFrame, requests: int, label: str = "") -> Figure:
     """table: `attribution_findings.retold`. How often ``requests`` on each side would have shown what one repair does."""
     fig, ax = plt.subplots(figsize=(7.2, 0.45 * len(table) + 1.4))
