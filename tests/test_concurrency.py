@@ -442,6 +442,24 @@ def test_sentences_carry_the_tables_numbers(tables):
         assert text.endswith(".") and "nan" not in text.replace("nance", ""), text
 
 
+def test_a_run_in_which_nothing_diverges_is_told_as_such(setup, results):
+    still = results.requests.assign(text=results.requests.alone, first_divergence=-1)
+    found = tabled.tables(setup, study.Results(still, results.forced))
+    for say in findings.SENTENCES:
+        assert say(found).endswith(".")
+    assert "No text diverged" in findings.margins_sentence(found) and "No text diverged" in findings.spans_sentence(found)
+    verdicts = {v["id"]: judge(tier="emulated", **v).verdict for v in findings.verdicts(found)}
+    assert verdicts["03.texts-depend"] == "fail" and verdicts["03.margins-unmoved"] == "inconclusive"
+    assert verdicts["03.near-ties"] == verdicts["03.prediction"] == verdicts["03.parity-null"] == "inconclusive"
+    for fig in (
+        plots.survival(found["survival"], found["second_span"]),
+        plots.margins(found["margin_curves"], found["ratios"]),
+        plots.calibration(found["calibration"]),
+    ):
+        plt.close(fig)
+    assert "collapse" not in findings.conclusion(setup, found, {})
+
+
 def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
     pair = study.closer_look(setup)
     assert pair is not None and not pair.tokens.same[pair.split] and pair.tokens.same[: pair.split].all()

@@ -70,10 +70,9 @@ def second_spans(requests: pd.DataFrame) -> pd.DataFrame:
                 "agree_after": float(after.mean()) if len(after) else np.nan,
             }
         )
-    return pd.DataFrame(
-        rows,
-        columns=["concurrency", "run", "request", "prompt", "first_span", "second_span", "censored", "agree_after"],
-    )
+    columns = ["concurrency", "run", "request", "prompt", "first_span", "second_span", "censored", "agree_after"]
+    # An empty frame would lose the types, and ~censored with them.
+    return pd.DataFrame(rows, columns=columns).astype({"censored": bool, "second_span": int, "agree_after": float})
 
 
 def span_summary(requests: pd.DataFrame, spans: pd.DataFrame, tokens: int) -> pd.DataFrame:
