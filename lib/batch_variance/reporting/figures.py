@@ -135,8 +135,8 @@ def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
 
 
 def _td(text: str, side: str) -> str:
-    whole = ";white-space:nowrap" if len(text) <= 32 else ""
-    return f'<td style="text-align:{side}{whole}">{html.escape(text)}</td>'
+    width = "white-space:nowrap" if len(text) <= 32 else "min-width:16rem"
+    return f'<td style="text-align:{side};{width}">{html.escape(text)}</td>'
 
 
 def _cell(value: object) -> str:
