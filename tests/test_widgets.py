@@ -203,7 +203,7 @@ def test_rows_per_expert_are_counted_right(routing):
     starts = {0: 0, 1: 5, 2: 45}
     sizes = {0: 5, 1: 40, 2: 9}
     for request in range(5):
-        prompt, shift = request % 3, 7 * (request // 3)
+        prompt, shift = request % 3, 7 * request
         for token in range(7):
             row = starts[prompt] + (shift + token) % sizes[prompt]
             score = [routing.scores[1, row, 4 * e : 4 * e + 4].sum() for e in range(12)]

@@ -36,15 +36,14 @@ class Routing:
     def step_rows(self, requests: int, tokens: int) -> np.ndarray:
         """Indices of the rows of a step of ``requests`` requests with ``tokens`` tokens each.
 
-        Request r is prompt r modulo their number. Those beyond the prompts start elsewhere in the same text, and a
-        prompt shorter than ``tokens`` starts again: the rows are real hidden states, their company an assumption.
+        Request r is prompt r modulo their number, from token 7 r on, round and round: in a step requests stand at
+        different places of their texts. The rows are real hidden states, their company an assumption.
         """
         texts = [np.flatnonzero(self.prompt == number) for number in dict.fromkeys(self.prompt.tolist())]
         rows = []
         for request in range(requests):
             text = texts[request % len(texts)]
-            start = 7 * (request // len(texts))
-            rows.append(text[(start + np.arange(tokens)) % len(text)])
+            rows.append(text[(7 * request + np.arange(tokens)) % len(text)])
         return np.concatenate(rows)
 
     def rows_per_expert(self, layer: int, requests: int, tokens: int, experts: int, top_k: int) -> pd.DataFrame:
