@@ -260,8 +260,10 @@ def serve_forced(setup: Setup) -> forcing.Measured:
     tasks = [(cell, index) for cell in cells for index in range(len(cell.shards()))]
     tasks.sort(key=lambda task: -task[0].shards()[task[1]][1].requests / task[0].concurrency)
     with _workers(setup.subject, p.processes, len(tasks)) as pool:
-        _ = setup.solo  # before threads ask for it, under their thread count
+        if setup.subject.device == "cpu":
+            _ = setup.solo  # once, before threads ask for it, under their thread count; processes make their own
         jobs = [pool.submit(_force, setup.subject, task) for task in tasks]
+        _ = setup.solo
         found = [job.result() for job in tqdm(jobs, desc="forced", mininterval=1.0)]
     values = (
         pd.concat([part.values for part in found])

@@ -282,9 +282,14 @@ def prediction_sentence(tables: Tables) -> str:
         f"{name}: off by {row.mean_absolute:.1%} in the mean (bias {row.bias:+.1%}), Brier score {row.brier:.3f}"
         for name, row in errors.iterrows()
     )
+    best = errors.loc["independent"]
+    if math.isnan(best.skill):
+        return f"{said}. Nothing diverged, so there was nothing to predict."
     return (
-        f"{said}. Each concurrency's own observed share, told to every prompt alike, scores "
-        f"{errors.reference.iloc[0]:.3f}."
+        f"{said}. Each concurrency's own observed share, told to every prompt alike, scores {best.reference:.3f}: "
+        f"against "
+        f"that, which knows the answer and not the prompt, the independent model's skill is {best.skill:.2f} "
+        f"({_fact(tables, 'skill low'):.2f} to {_fact(tables, 'skill high'):.2f}, bootstrap over prompts)."
     )
 
 

@@ -296,6 +296,7 @@ def facts(
         ["rank", "margin"], kind="stable"
     )
     smallest = order.head(len(distinct))
+    skill = prediction.skill_interval(predicted[predicted.concurrency > 1], seed=p.seed)
     gap = planted_gap(requests, p)
     found = {
         **spans.near_ties(places, margins, seed=p.seed),
@@ -306,6 +307,8 @@ def facts(
         "requests predicted": (ab.concurrency > 1).sum(),
         "predicted alone": predicted[predicted.concurrency == 1].predicted.max(),
         "observed alone": predicted[predicted.concurrency == 1].observed.max(),
+        "skill low": skill[0],
+        "skill high": skill[1],
         "solo gap": solo_gap(requests).events,
         "prompts": len(setup.texts),
         "planted gap": gap.value,
