@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: help setup pins report report-full test lab figures record-figures browser clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 16
 
 # environment.yml holds the one list of pins; conda reads it whole, pip gets these lines of it.
 pins: ## print the exact pins that setup installs

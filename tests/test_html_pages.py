@@ -404,6 +404,20 @@ def test_axe_can_find_something(report, browser, tmp_path):
     page.context.close()
 
 
+@pytest.mark.parametrize(
+    "label, name", [("Parameters of this run", "01_rows.parameters.yaml"), ("Table 1 as CSV", "table-1.csv")]
+)
+def test_a_download_is_saved_with_the_network_off(report, browser, label, name):
+    """By a page that lies alone in a folder, as one from a mail does, under the page's own policy."""
+    page, requests, complaints = open_page(browser, report / "01_rows.html", 1280, accept_downloads=True)
+    with page.expect_download() as saving:
+        page.get_by_role("link", name=label).click()
+    assert saving.value.suggested_filename == name
+    assert Path(saving.value.path()).read_bytes() == download(report / "01_rows.html", name)
+    assert complaints == []
+    page.context.close()
+
+
 def test_a_page_prints_its_argument(report, browser):
     """On paper the code and the buttons go, figures and verdicts stay, and nothing is cut off at the side."""
     page, _, _ = open_page(browser, report / "01_rows.html", 720)
