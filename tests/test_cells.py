@@ -73,6 +73,14 @@ def test_the_trace_proves_what_occurred(served):
     assert not occurred(on[on.concurrency == 0], "split_k")
 
 
+def test_what_never_happens_alone_is_told_by_kind_of_step():
+    rows = [(0, "decode", "4"), (0, "prefill", "2"), (8, "decode", "2"), (8, "decode", "4"), (8, "prefill", "2"), (8, "prefill", "1"), (1, "decode", "9")]
+    frame = pd.DataFrame([{"concurrency": c, "step": s, "mechanism": "split_k", "choice": v, "count": 1} for c, s, v in rows])
+    assert [tuple(row) for row in study.never_alone(frame)[["step", "choice"]].values] == [("decode", "2"), ("prefill", "1")]
+    assert occurred(frame, "split_k") and not occurred(frame, "norm_blocks") and not occurred(frame[:2], "split_k")
+    assert not occurred(frame[frame.choice == "4"], "split_k") and list(study.never_alone(frame[:2])) == list(frame)
+
+
 def test_runs_that_differ_by_seed_differ_in_company_only(served):
     part = served.requests[(served.requests.mechanisms == "none") & (served.requests.concurrency == 6)]
     a, b = (part[part.seed == seed].reset_index(drop=True) for seed in (0, 1))

@@ -20,7 +20,7 @@ from ..kernels.nvfp4 import policy
 from . import attribution_measuring as measuring
 from .attribution_design import DESIGNS, Design
 from .attribution_measuring import AMPLIFIERS, Measured, Plan, applicable
-from .cells import Subject, occurred
+from .cells import Subject, never_alone, occurred
 from .parameters import StudyParameters
 from .texts import many_prompts
 
@@ -207,7 +207,7 @@ def cell_table(prompts: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
-    """Each mechanism on alone: whether its trigger occurred, the bits that it moved and the texts that it changed."""
+    """Each mechanism on alone: what it chose, whether its trigger occurred, the bits that it moved and the texts that it changed."""
     table = cell_table(measured.part("budget"), "mechanisms").set_index("mechanisms")
     row = measured.part("budget").iloc[0]
     settings = {name: row[name] for name in ("storage", "logits", "ties", "activations", "threshold", "planted")}
@@ -216,11 +216,11 @@ def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
     for name in design.mechanisms:
         on = mine[mine.mechanisms == name]
         alone = on[(on.mechanism == name) & (on.concurrency == 0)]
-        batch = on[(on.mechanism == name) & (on.concurrency > 0)]
-        new = batch[~batch.choice.isin(alone.choice)]
+        batch = on[(on.mechanism == name) & (on.concurrency > 1)]
+        new = never_alone(on[on.mechanism == name])
         rows.append({
             "mechanism": name, "alone it chose": ", ".join(sorted(set(alone.choice))), "in a batch it chose": ", ".join(sorted(set(batch.choice))),
-            "choices never met alone": float(new["count"].sum() / max(batch["count"].sum(), 1)), "occurred": occurred(on, name),
+            "choices not made alone in such steps": float(new["count"].sum() / max(batch["count"].sum(), 1)), "occurred": occurred(on, name),
             **{column: table.at[name, column] for column in ("margins moved", "largest move", "requests", "changed", "low", "high")},
         })
     return pd.DataFrame(rows).sort_values("changed", ascending=False, kind="stable", ignore_index=True)

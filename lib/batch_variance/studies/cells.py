@@ -5,7 +5,7 @@
     served = serve_cells(subject, cells)
     served.requests    # a row a request: the cell's columns, prompt, text, first_divergence, margins, co_resident_rows ...
     served.solo        # a row a (settings, prompt): the text alone
-    served.choices     # a row a (cell or solo, mechanism, choice): how often decode rows met it
+    served.choices     # a row a (cell or solo, kind of step, mechanism, choice): how often a step made it
 
 Requests of a cell are served in shards, each a closed loop of its own with its own arrival seed, so that workers can share
 a cell. How many workers there are changes nothing but the time. Cells that differ in settings only share their arrivals.
@@ -131,8 +131,8 @@ class Served:
     divergence), margins_moved (how many of these have other bits in their margin), largest_move (of a margin),
     exact_ties (margins of zero), co_resident_rows (mean over the request's steps) and most_rows.
     solo, a row a (settings, prompt), planted noise being 0: SETTING_COLUMNS, max_tokens, prompt, text, margins.
-    choices, a row a (cell, mechanism, choice) and for prompts alone under concurrency 0: how often steps that carried
-    decode rows chose it.
+    choices, a row a (cell, kind of step, mechanism, choice) and for prompts alone under concurrency 0: how often it was
+    made in steps that carried decode rows ("decode") and in the others ("prefill").
     steps, a row a cell and for prompts alone under concurrency 0: steps of its engines.
     """
 
@@ -179,13 +179,19 @@ def workers_for(device: str, tasks: int) -> int:
 
 
 def occurred(choices: pd.DataFrame, mechanism: str) -> bool:
-    """Whether some decode row in a batch met a choice of this mechanism that decode rows alone never meet.
+    """Whether some step in a batch made a choice of this mechanism that steps of its kind alone never make.
 
     choices: `Served.choices` of one setting in which the mechanism is on, prompts alone (concurrency 0) included.
     """
-    mine = choices[choices.mechanism == mechanism]
-    alone = set(mine[mine.concurrency == 0].choice)
-    return bool(set(mine[mine.concurrency > 1].choice) - alone)
+    return bool(len(never_alone(choices[choices.mechanism == mechanism])))
+
+
+def never_alone(choices: pd.DataFrame) -> pd.DataFrame:
+    """The rows of batches (concurrency above 1) whose choice no prompt alone met in a step of the same kind."""
+    key = ["step", "mechanism", "choice"]
+    alone = set(map(tuple, choices[choices.concurrency == 0][key].astype(str).values))
+    batch = choices[choices.concurrency > 1]
+    return batch.loc[np.array([tuple(row) not in alone for row in batch[key].astype(str).values], dtype=bool)]
 
 
 # --- Tasks: (settings, tokens, prompts) alone, or (cell, shard) ---
@@ -202,7 +208,7 @@ def _tasks(subject: Subject, cells: list[Cell]) -> list[tuple]:
 
 
 def _run(subject: Subject, task: tuple) -> tuple[list[dict], dict, int]:
-    """Rows of the requests, the decode steps' choices, and the number of steps."""
+    """Rows of the requests, the steps' choices by kind of step, and the number of steps."""
     loaded = _loaded(subject)
     if isinstance(task[0], Cell):
         first, load = task[0].shards()[task[1]]
@@ -216,9 +222,9 @@ def _run(subject: Subject, task: tuple) -> tuple[list[dict], dict, int]:
     for step in run.steps:
         for number, _, _ in step.rows:
             beside.setdefault(number, []).append(step.co_resident_rows)
-        if any(phase == "decode" for _, _, phase in step.rows):
-            for key, count in step.choices.items():
-                choices[key] = choices.get(key, 0) + count
+        kind = "decode" if any(phase == "decode" for _, _, phase in step.rows) else "prefill"
+        for (mechanism, choice), count in step.choices.items():
+            choices[kind, mechanism, choice] = choices.get((kind, mechanism, choice), 0) + count
     rows = [{
         "request": first + r.number, "prompt": order[r.prompt], "text": tuple(r.output), "margins": tuple(r.margins),
         "co_resident_rows": float(np.mean(beside[r.number])), "most_rows": max(beside[r.number]),
@@ -327,5 +333,5 @@ def _choice_rows(columns: dict, counts: list[dict]) -> list[dict]:
         for key, count in part.items():
             total[key] = total.get(key, 0) + count
     # Choices are numbers or words; in a table they are words.
-    named = sorted((mechanism, str(choice), count) for (mechanism, choice), count in total.items())
-    return [columns | {"mechanism": mechanism, "choice": choice, "count": count} for mechanism, choice, count in named]
+    named = sorted((kind, mechanism, str(choice), count) for (kind, mechanism, choice), count in total.items())
+    return [columns | dict(zip(("step", "mechanism", "choice", "count"), row)) for row in named]
