@@ -319,12 +319,10 @@ def facts(
 
 
 def planted_gap(requests: pd.DataFrame, p: Parameters) -> pd.Series:
-    """The estimate for X against its third run in which every second prompt's texts were replaced: a gap that must be
-    seen.
-    """
+    """The estimate for X against its third run, all texts but every fourth prompt's replaced: a gap that must be seen."""
     level = requests[requests.concurrency == p.parity_concurrency]
     y = level[level.run == "C"]
-    y = y.assign(text=y.text.where(y.prompt % 2 == 0, "replaced"))
+    y = y.assign(text=y.text.where(y.prompt % 4 == 0, "replaced"))
     return (
         parity.separate(level[level.run.isin(["A", "B"])], y, over="prompts", seed=p.seed)
         .set_index("quantity")
