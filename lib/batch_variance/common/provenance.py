@@ -64,7 +64,8 @@ def environment() -> dict:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-        found["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        found["driver"] = drivers.splitlines()[0]  # a line for each GPU, of one driver
     return found
 
 
