@@ -75,7 +75,7 @@ def test_checks_of_a_notebook_that_has_not_finished_are_not_called_gone(after):
 
 @pytest.mark.parametrize(
     "text, words",
-    [(None, "no report to compare with"), ("{", "cannot be read as JSON"), ("[]", "no summary"), ("{}", "no summary"),
+    [(None, "there is no report"), ("{", "cannot be read as JSON"), ("[]", "no summary"), ("{}", "no summary"),
      ('{"notebooks": [], "checks": [1], "provenance": {}}', "no summary")],
 )  # fmt: skip
 def test_what_is_no_report_is_one_sentence(tmp_path, text, words):
@@ -138,4 +138,4 @@ def test_a_report_from_a_file_compared_with_the_one_before(tmp_path, monkeypatch
     changes = (tmp_path / "report" / "index.html").read_text().split('id="changes"')[1].split("</section>")[0]
     assert "1 change," in changes and "<td>verdict</td><td>fail</td><td>pass</td>" in changes
     failed = run("--compare", "nowhere")
-    assert failed.exit_code == 2 and "no report to compare with at nowhere" in failed.stderr
+    assert failed.exit_code == 2 and "no report at nowhere" in failed.stderr

@@ -123,20 +123,24 @@ def test_a_bad_record_is_one_sentence(tmp_path, text, words):
 
 
 def test_taking_over_a_report_drops_what_it_no_longer_draws(tmp_path):
+    """But not of a notebook that did not finish: what it had not drawn yet is no reason to drop it."""
     report, records = tmp_path / "report", tmp_path / "figures" / "recorded"
     (report / "figures").mkdir(parents=True)
     records.mkdir(parents=True)
+    notebooks = [{"name": "02_a", "status": "ok"}, {"name": "03_b", "status": "timeout"}]
+    (report / "summary.json").write_text(json.dumps({"notebooks": notebooks, "checks": [], "provenance": {}}))
     with pytest.raises(BadInput, match="no figure records"):
         take_over(report, records)
-    (report / "figures" / "02_new.json").write_text("{}")
-    for name in ("01_other", "02_old"):
+    for name in ("02_new", "03_first"):
+        (report / "figures" / f"{name}.json").write_text("{}")
+    for name in ("01_other", "02_old", "03_second"):
         (records / f"{name}.json").write_text("{}")
         (records.parent / f"{name}.png").write_bytes(b"")
     assert take_over(report, records) == ["02_new"]
-    assert sorted(path.stem for path in records.iterdir()) == ["01_other", "02_new"]
-    assert [path.name for path in records.parent.glob("*.png")] == ["01_other.png"]
+    assert sorted(path.stem for path in records.iterdir()) == ["01_other", "02_new", "03_second"]
+    assert sorted(path.name for path in records.parent.glob("*.png")) == ["01_other.png", "03_second.png"]
 
 
 def test_the_command_says_what_it_cannot_use(tmp_path):
     found = CliRunner().invoke(main, ["--record", str(tmp_path)])
-    assert isinstance(found.exception, BadInput) and "no figure records" in str(found.exception)
+    assert isinstance(found.exception, BadInput) and "there is no report" in str(found.exception)

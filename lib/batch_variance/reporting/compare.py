@@ -15,9 +15,7 @@ def read_summary(path: Path | str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadInput(
-            f"there is no report to compare with at {path}: give a report's folder or its summary.json."
-        ) from None
+        raise BadInput(f"there is no report at {path}: give a report's folder or its summary.json.") from None
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON ({type(error).__name__}): give a report's summary.json."

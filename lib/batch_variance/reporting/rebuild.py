@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from ..common import BadInput
 from ..common.data import repository, write_atomically, write_text
 from . import apply_style
+from .compare import read_summary
 from .drawings import redraw
 from .figures import png_of, stamp, svg_of
 
@@ -38,10 +39,16 @@ def rebuild(record: Path, folder: Path) -> list[Path]:
 
 
 def take_over(report: Path, records: Path) -> list[str]:
-    """Copy a report's figure records. Figures that its notebooks no longer draw are dropped, all their files."""
-    found = sorted((report / "figures").glob("*.json"))
+    """Copy the figure records of a report's finished notebooks; returns their names.
+
+    Figures that those notebooks no longer draw are dropped, all their files. Raises BadInput where there is none.
+    """
+    done = {one["name"][:2] for one in read_summary(report)["notebooks"] if one.get("status") == "ok"}
+    found = sorted(path for path in (report / "figures").glob("*.json") if path.name[:2] in done)
     if not found:
-        raise BadInput(f"{report} holds no figure records: give the folder of a report that has run.")
+        raise BadInput(
+            f"{report} holds no figure records of a finished notebook: give the folder of a report that has run."
+        )
     current, numbers = {path.stem for path in found}, {path.name[:2] for path in found}
     for old in records.glob("*.json"):
         if old.name[:2] in numbers and old.stem not in current:
