@@ -142,3 +142,15 @@ def test_equal_rows_by_thread_count_leave_the_thread_count_as_it_was():
     assert torch.get_num_threads() == before
     assert len(table) == 4 and table["classes"].between(1, 8).all()
     plt.close(plots.threads(table))
+
+
+def test_the_cost_of_a_probe_is_held_against_its_goal():
+    cost = pd.DataFrame([
+        {"site": "attend", "sampling": "re-run and solo", "every": 100, "rounds": 4, "calls": 2000, "plain_s": 0.5, "share": 0.015,
+         "ms a sample": 1.5, "gpu": "a GPU", "date": "a day"},
+    ])
+    assert "1.5% of the run (1.50 ms a sample, 1.00 ms of engine a call)" in study.cost_sentence(cost)
+    assert "under the goal of 2%." in study.cost_sentence(cost)
+    assert "over the goal of 1%:" in study.cost_sentence(cost, goal=0.01)
+    assert study.cost_sentence(pd.DataFrame()) == "No GPU's cost of a probe is recorded."
+    assert set(study.recorded_cost().site) == {"attend", "linear"}

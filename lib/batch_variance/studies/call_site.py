@@ -353,6 +353,31 @@ def recorded_summary() -> pd.DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["tier", "kinds that introduce"])
 
 
+def recorded_cost() -> pd.DataFrame:
+    """What a probe in the engine cost on a GPU, a row a site and sampling: calls, sampled, run time probed over plain and
+    after the probe over plain (medians), the probe's own share of the run, ms a sample; empty where none is recorded."""
+    path = data_path("recorded", "probe_overhead.csv")
+    if not path.exists():
+        return pd.DataFrame()
+    names = {"ratio": "probed over plain", "off_ratio": "after over plain", "ms_per_sample": "ms a sample"}
+    return pd.read_csv(path).rename(columns=names)
+
+
+def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
+    """Whether one call in 100 costs less than ``goal`` of the engine's time, from `recorded_cost`."""
+    if cost.empty:
+        return "No GPU's cost of a probe is recorded."
+    row, told = cost.iloc[0], []
+    for site, part in cost[cost.sampling == "re-run and solo"].groupby("site"):
+        each = part.iloc[0]
+        told.append(f"at `{site}` {each['share']:.1%} of the run ({each['ms a sample']:.2f} ms a sample, "
+                    f"{each.plain_s / each.calls * each.rounds * 1000:.2f} ms of engine a call)")
+    under = cost.share.max() < goal
+    verdict = "under" if under else "over"
+    return (f"Recorded on {row.gpu} ({row.date}), one call in {row.every}, re-run and solo: {'; '.join(told)}. That is {verdict} the goal of {goal:.0%}"
+            + ("." if under else ": this engine is small and launches its kernels from Python, so a call is short beside the two replays that a sample makes."))
+
+
 def attention_by_threads(
     lengths: tuple[int, ...] = (46, 47, 48, 64), rows: int = 8, threads: tuple[int, ...] = (1, 2)
 ) -> pd.DataFrame:
