@@ -1,4 +1,5 @@
-"""The attribution study: estimators against games with known values, counts against a tiny engine, verdicts, records and figures."""
+"""The attribution study: estimators against games with known values, counts against a tiny engine, verdicts, records
+and figures."""
 
 import itertools
 from functools import partial
@@ -20,7 +21,14 @@ from batch_variance.studies import attribution_findings as findings  # noqa: E40
 from batch_variance.studies import attribution_measuring as measuring  # noqa: E402
 from batch_variance.studies import attribution_recording as recording  # noqa: E402
 from batch_variance.studies.attribution_design import (  # noqa: E402
-    Design, budget, clear_pairs, coalition_of, interactions, resampled_worth, reversed_pairs, shapley,
+    Design,
+    budget,
+    clear_pairs,
+    coalition_of,
+    interactions,
+    resampled_worth,
+    reversed_pairs,
+    shapley,
 )
 from batch_variance.studies.attribution_measuring import AMPLIFIERS, BASE, Plan, applicable  # noqa: E402
 from batch_variance.studies.cells import Cell, Subject  # noqa: E402
@@ -39,6 +47,7 @@ def value_of(design, game):
 
 # --- designs
 
+
 def test_coalitions_of_each_design():
     ends, orders, factorial = (design.coalitions() for design in EVERY)
     assert len(ends) == 10 and len(factorial) == 16 and set(ends) <= set(orders) <= set(factorial)
@@ -51,16 +60,22 @@ def test_coalitions_of_each_design():
     assert drawn == EVERY[1].random_orders() != Design(NAMES, "orders", 2, seed=4).random_orders()
 
 
-@pytest.mark.parametrize("change,name", [
-    ({"mechanisms": ()}, "mechanisms"), ({"mechanisms": ("split_k", "split_k")}, "mechanisms"), ({"kind": "half"}, "half"),
-    ({"kind": "orders", "orders": 0}, "orders"),
-])
+@pytest.mark.parametrize(
+    "change,name",
+    [
+        ({"mechanisms": ()}, "mechanisms"),
+        ({"mechanisms": ("split_k", "split_k")}, "mechanisms"),
+        ({"kind": "half"}, "half"),
+        ({"kind": "orders", "orders": 0}, "orders"),
+    ],
+)
 def test_wrong_designs_are_refused(change, name):
     with pytest.raises(BadInput, match=name):
         Design(**({"mechanisms": NAMES} | change))
 
 
 # --- estimators, on games whose values are known
+
 
 @pytest.mark.parametrize("design", EVERY, ids=lambda d: d.kind)
 def test_an_additive_game_is_split_into_its_terms(design):
@@ -97,8 +112,15 @@ def counts(rates, design, prompts=20, requests=50, seed=0, spread=0.0):
         rate = 1 - np.prod([1 - rates[n] for n in coalition])
         for prompt in range(prompts):
             mine = np.clip(rate * (1 + spread * (-1) ** prompt), 0, 1)
-            rows.append({"mechanisms": "+".join(coalition) or "none", "prompt": prompt, "requests": requests,
-                         "changed": random.binomial(requests, mine), "seed": prompt % 2})
+            rows.append(
+                {
+                    "mechanisms": "+".join(coalition) or "none",
+                    "prompt": prompt,
+                    "requests": requests,
+                    "changed": random.binomial(requests, mine),
+                    "seed": prompt % 2,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -124,23 +146,43 @@ def test_intervals_resample_prompts_not_requests():
     assert row.mechanism == "split_k" and row.share == pytest.approx(0.2)
     assert row["share low"] == 0 and row["share high"] >= 0.6
     worth = resampled_worth(frame)
-    assert worth[("split_k",)][0] == pytest.approx(0.2) and set(np.round(worth[("split_k",)][1:], 6)) <= {0, 0.2, 0.4, 0.6, 0.8, 1.0}
+    assert worth[("split_k",)][0] == pytest.approx(0.2) and set(np.round(worth[("split_k",)][1:], 6)) <= {
+        0,
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1.0,
+    }
     assert np.array_equal(worth[("split_k",)], worth[("split_k", "norm_blocks")])  # draws are paired
 
 
 def test_prompts_of_unequal_size_weigh_by_their_requests():
-    frame = pd.DataFrame([{"mechanisms": "none", "prompt": 0, "requests": 90, "changed": 0}, {"mechanisms": "none", "prompt": 1, "requests": 10, "changed": 10}])
+    frame = pd.DataFrame(
+        [
+            {"mechanisms": "none", "prompt": 0, "requests": 90, "changed": 0},
+            {"mechanisms": "none", "prompt": 1, "requests": 10, "changed": 10},
+        ]
+    )
     assert resampled_worth(frame)[()][0] == pytest.approx(0.1)
 
 
 def test_interactions_are_stated():
     design = Design(("split_k", "norm_blocks"), "factorial")
     rows = [("none", 0), ("split_k", 50), ("norm_blocks", 50), ("split_k+norm_blocks", 75)]
-    frame = pd.DataFrame([{"mechanisms": m, "prompt": p, "requests": 100, "changed": c} for m, c in rows for p in range(4)])
+    frame = pd.DataFrame(
+        [{"mechanisms": m, "prompt": p, "requests": 100, "changed": c} for m, c in rows for p in range(4)]
+    )
     found = interactions(frame, design).set_index("quantity")
-    assert found.value.to_dict() == pytest.approx({
-        "all on": 0.75, "sum of each on alone": 1.0, "independent changes of each on alone": 0.75, "sum of each off alone": 0.5,
-        "sum of the budget's shares": 0.75})
+    assert found.value.to_dict() == pytest.approx(
+        {
+            "all on": 0.75,
+            "sum of each on alone": 1.0,
+            "independent changes of each on alone": 0.75,
+            "sum of each off alone": 0.5,
+            "sum of the budget's shares": 0.75,
+        }
+    )
     assert found["all on minus it"].to_dict()["sum of each on alone"] == pytest.approx(-0.25)
     assert (found.low == found.value).all() and (found.high == found.value).all()  # prompts alike
 
@@ -153,6 +195,7 @@ def test_reversed_pairs():
 
 
 # --- 1 of 200 against 2 of 200
+
 
 def test_fishers_table_against_scipy():
     for n in (1, 7, 20):
@@ -179,34 +222,62 @@ BASE_SETTINGS = Settings(activations="float8", threshold=8)
 
 
 def plan_of(design=Design(("row_threshold", "expert_order", "norm_blocks")), **changes):
-    given = dict(design=design, base=BASE_SETTINGS, concurrency=8, concurrencies=(1, 8), requests=24, tokens=6, seeds=(0, 1),
-                 amplifiers=("activations as computed", "storage and logits in bfloat16"), carrier="norm_blocks", planted=(0.01, 2.0), cycle=6)
+    given = dict(
+        design=design,
+        base=BASE_SETTINGS,
+        concurrency=8,
+        concurrencies=(1, 8),
+        requests=24,
+        tokens=6,
+        seeds=(0, 1),
+        amplifiers=("activations as computed", "storage and logits in bfloat16"),
+        carrier="norm_blocks",
+        planted=(0.01, 2.0),
+        cycle=6,
+    )
     return Plan(**(given | changes))
 
 
 def test_a_plans_cells_are_served_once_and_know_their_parts():
     cells = plan_of().cells()
     kinds = [part.split(":")[0] for parts in cells.values() for part in parts]
-    assert kinds.count("budget") == 16 and kinds.count("load") == 4 and kinds.count("planted") == 2 and kinds.count("amplifiers") == 9
+    assert (
+        kinds.count("budget") == 16
+        and kinds.count("load") == 4
+        and kinds.count("planted") == 2
+        and kinds.count("amplifiers") == 9
+    )
     none = Cell(BASE_SETTINGS, 8, 24, 6, 0)
     assert cells[none] == ["budget", "load", f"amplifiers:{BASE}"]
     assert len(cells) == 16 + 2 + 2 + 6
     assert [cell.requests for cell in cells if cell.concurrency == 1] == [6, 6]  # each prompt once
     assert set(plan_of(parts=("planted",)).cells().values().__iter__().__next__()) == {"planted"}
     off = plan_of(parts=("load",), off_only=True).cells()
-    assert [(cell.concurrency, cell.requests) for cell in off] == [(1, 24), (8, 24)] and not any(cell.settings.mechanisms.on for cell in off)
+    assert [(cell.concurrency, cell.requests) for cell in off] == [(1, 24), (8, 24)] and not any(
+        cell.settings.mechanisms.on for cell in off
+    )
 
 
 def test_without_a_scale_nothing_is_shared():
     design = Design(("batch_scale", "norm_blocks"))
     cells = plan_of(design, amplifiers=("activations as computed",), carrier="batch_scale").cells()
-    unscaled = [cell.settings.mechanisms.on for cell, parts in cells.items() if "amplifiers:activations as computed" in parts]
+    unscaled = [
+        cell.settings.mechanisms.on for cell, parts in cells.items() if "amplifiers:activations as computed" in parts
+    ]
     assert unscaled == [(), ("norm_blocks",)]
     assert applicable(["batch_scale", "split_k", "expert_order"], "dense", "float16") == ("split_k", "batch_scale")
     assert applicable(["batch_scale", "split_k", "expert_order"], "moe", "as computed") == ("split_k", "expert_order")
 
 
-@pytest.mark.parametrize("change,name", [({"amplifiers": ("loud",)}, "loud"), ({"parts": ("half",)}, "half"), ({"seeds": ()}, "seeds"), ({"seeds": (1, 1)}, "seeds")])
+@pytest.mark.parametrize(
+    "change,name",
+    [
+        ({"amplifiers": ("loud",)}, "loud"),
+        ({"parts": ("half",)}, "half"),
+        ({"seeds": ()}, "seeds"),
+        ({"seeds": (1, 1)}, "seeds"),
+    ],
+)
 def test_wrong_plans_are_refused(change, name):
     with pytest.raises(BadInput, match=name):
         plan_of(**change)
@@ -214,9 +285,17 @@ def test_wrong_plans_are_refused(change, name):
 
 # --- served by a tiny engine
 
+
 @pytest.fixture(scope="module")
 def subject(tiny_folder):
-    return Subject.of(str(tiny_folder), "moe", 6, 4, "contiguous", prompts=["a", "what is it", "tell me more of this thing", "no", "why, and", "go on"])
+    return Subject.of(
+        str(tiny_folder),
+        "moe",
+        6,
+        4,
+        "contiguous",
+        prompts=["a", "what is it", "tell me more of this thing", "no", "why, and", "go on"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -230,21 +309,40 @@ DESIGN = plan_of().design
 def test_counts_are_the_requests(measured):
     budget_rows = measured.part("budget")
     assert budget_rows.requests.sum() == 16 * 24 and set(budget_rows.prompt) == set(range(6))
-    assert (budget_rows.changed <= budget_rows.requests).all() and (measured.prompts.margins_moved <= measured.prompts.compared).all()
+    assert (budget_rows.changed <= budget_rows.requests).all() and (
+        measured.prompts.margins_moved <= measured.prompts.compared
+    ).all()
     assert measured.part("load").groupby(["mechanisms", "concurrency"]).requests.sum().to_dict() == {
-        ("none", 1): 6, ("none", 8): 24, ("row_threshold+expert_order+norm_blocks", 1): 6, ("row_threshold+expert_order+norm_blocks", 8): 24}
+        ("none", 1): 6,
+        ("none", 8): 24,
+        ("row_threshold+expert_order+norm_blocks", 1): 6,
+        ("row_threshold+expert_order+norm_blocks", 8): 24,
+    }
     assert measured.prompts.solo_text.notna().all()
     # The text alone does not know of seeds, concurrency or planted noise.
-    assert (measured.prompts.groupby([*[c for c in ("mechanisms", "storage", "logits", "activations")], "prompt"]).solo_text.nunique() == 1).all()
+    assert (
+        measured.prompts.groupby(
+            [*[c for c in ("mechanisms", "storage", "logits", "activations")], "prompt"]
+        ).solo_text.nunique()
+        == 1
+    ).all()
 
 
 def test_the_tables_say_what_was_served(measured):
     alone = study.alone_table(measured, DESIGN)
-    assert alone.occurred.all() and set(alone.mechanism) == set(DESIGN.mechanisms) and (alone["margins moved"] > 0).all()
+    assert (
+        alone.occurred.all() and set(alone.mechanism) == set(DESIGN.mechanisms) and (alone["margins moved"] > 0).all()
+    )
     loads = study.load_table(measured)
-    assert loads[loads.on == "none"].changed.sum() == 0 and loads[(loads.on == "all") & (loads.concurrency == 8)].changed.sum() > 0
+    assert (
+        loads[loads.on == "none"].changed.sum() == 0
+        and loads[(loads.on == "all") & (loads.concurrency == 8)].changed.sum() > 0
+    )
     amplified = study.amplifier_table(measured)
-    assert set(amplified.amplifier) == {BASE, "activations as computed", "storage and logits in bfloat16"} and len(amplified) == 9
+    assert (
+        set(amplified.amplifier) == {BASE, "activations as computed", "storage and logits in bfloat16"}
+        and len(amplified) == 9
+    )
     assert amplified[amplified.mechanisms == "none"].changed.sum() == 0
     base = amplified[amplified.amplifier == BASE]
     assert (base["texts alone unlike the base's"] == 0).all()
@@ -255,18 +353,28 @@ def test_the_tables_say_what_was_served(measured):
 def test_verdicts_have_their_controls(measured):
     alone = study.alone_table(measured, DESIGN)
     seeds = findings.by_seed(measured, DESIGN)
-    found = [*findings.load_verdicts(measured, DESIGN, "emulated"), findings.bits_verdict(measured, alone, DESIGN, "emulated"),
-             findings.order_verdict(measured, DESIGN, seeds, "emulated"), findings.planted_verdict(measured, study.planted_table(measured), "emulated"),
-             findings.retraction_verdict(findings.retold(measured, DESIGN), alone)]
+    found = [
+        *findings.load_verdicts(measured, DESIGN, "emulated"),
+        findings.bits_verdict(measured, alone, DESIGN, "emulated"),
+        findings.order_verdict(measured, DESIGN, seeds, "emulated"),
+        findings.planted_verdict(measured, study.planted_table(measured), "emulated"),
+        findings.retraction_verdict(findings.retold(measured, DESIGN), alone),
+    ]
     verdicts = {one.id: one.verdict for one in (judge(**each) for each in found)}
     assert verdicts.pop("04.order-stable") in ("pass", "inconclusive")
-    assert verdicts == {f"04.{name}": "pass" for name in ("all-off", "all-on-rises", "each-moves-bits", "planted-ranked", "one-against-two")}
+    assert verdicts == {
+        f"04.{name}": "pass"
+        for name in ("all-off", "all-on-rises", "each-moves-bits", "planted-ranked", "one-against-two")
+    }
 
 
 def test_verdicts_can_fail(measured):
     """Positive controls of the verdicts themselves: faults put into the counts."""
     broken = measuring.Measured(measured.prompts.copy(), measured.choices, measured.steps)
-    broken.prompts.loc[(broken.prompts.mechanisms == "none") & (broken.prompts.concurrency == 8) & (broken.prompts.planted == 0), ["changed", "margins_moved"]] = 1
+    broken.prompts.loc[
+        (broken.prompts.mechanisms == "none") & (broken.prompts.concurrency == 8) & (broken.prompts.planted == 0),
+        ["changed", "margins_moved"],
+    ] = 1
     assert judge(**findings.load_verdicts(broken, DESIGN, "emulated")[0]).verdict == "fail"
     planted = study.planted_table(measured)
     assert not findings.planted_verdict(measured, planted.iloc[::-1], "emulated")["holds"]
@@ -287,7 +395,9 @@ def test_sentences_carry_their_numbers(measured):
     loads = findings.load_sentence(study.load_table(measured))
     assert "0 of 30" in loads and "concurrency 1, 8" in loads
     quiet = alone.assign(changed=0)
-    assert "changes no text in 48 requests" in findings.alone_sentence(quiet) and "row threshold" in findings.alone_sentence(alone)
+    assert "changes no text in 48 requests" in findings.alone_sentence(
+        quiet
+    ) and "row threshold" in findings.alone_sentence(alone)
     told = findings.retraction_sentence(findings.retold(measured, DESIGN))
     assert "1 of 200 texts varying instead of 2 of 200 (p = 1.00)" in told
     assert "norm blocks alone changes" in findings.amplifier_sentence(study.amplifier_table(measured), "norm_blocks")
@@ -301,7 +411,12 @@ def test_sentences_carry_their_numbers(measured):
 
 def test_a_growing_share_is_said_to_rise_only_when_it_does():
     def loads(*rates):
-        return pd.DataFrame([{"on": "all", "concurrency": 2**i, "rate": r, "changed": int(100 * r), "requests": 100} for i, r in enumerate(rates)])
+        return pd.DataFrame(
+            [
+                {"on": "all", "concurrency": 2**i, "rate": r, "changed": int(100 * r), "requests": 100}
+                for i, r in enumerate(rates)
+            ]
+        )
 
     assert "it rises at each step" in findings.load_sentence(loads(0.0, 0.2, 0.3))
     assert "does not rise at every step" in findings.load_sentence(loads(0.0, 0.4, 0.3))
@@ -310,8 +425,12 @@ def test_a_growing_share_is_said_to_rise_only_when_it_does():
 def test_figures_show_every_mechanism(measured):
     alone, shares, label = study.alone_table(measured, DESIGN), budget(measured.part("budget"), DESIGN), "a model"
     names = {name.replace("_", " ") for name in DESIGN.mechanisms}
-    figures = [plots.bits_and_texts(alone, label), plots.budget(shares, label), plots.by_seed(findings.by_seed(measured, DESIGN), label),
-               plots.retold(findings.retold(measured, DESIGN), 200, label)]
+    figures = [
+        plots.bits_and_texts(alone, label),
+        plots.budget(shares, label),
+        plots.by_seed(findings.by_seed(measured, DESIGN), label),
+        plots.retold(findings.retold(measured, DESIGN), 200, label),
+    ]
     for fig in figures:
         fig.draw_without_rendering()
         assert {text.get_text() for text in fig.axes[0].get_yticklabels()} == names
@@ -326,6 +445,7 @@ def test_figures_show_every_mechanism(measured):
 
 # --- recorded
 
+
 def home(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     monkeypatch.setenv("BATCH_VARIANCE_HOME", str(tmp_path))
@@ -335,10 +455,18 @@ def home(tmp_path, monkeypatch):
 
 def test_counts_are_read_back_as_they_were_written(measured, subject, tmp_path, monkeypatch):
     folder = home(tmp_path, monkeypatch)
-    assert findings.recorded_runs() == [] and "No GPU run" in findings.recorded_sentence([]) and findings.recorded_off() == []
+    assert (
+        findings.recorded_runs() == []
+        and "No GPU run" in findings.recorded_sentence([])
+        and findings.recorded_off() == []
+    )
     monkeypatch.setattr(measuring, "prefix_of", lambda ffn, tier: f"attribution_{ffn}")  # as a GPU would name them
     paths = measuring.save(subject, "a label", plan_of(), measured, folder)
-    assert sorted(path.name for path in paths) == ["attribution_moe_choices.csv", "attribution_moe_prompts.csv", "attribution_moe_steps.csv"]
+    assert sorted(path.name for path in paths) == [
+        "attribution_moe_choices.csv",
+        "attribution_moe_prompts.csv",
+        "attribution_moe_steps.csv",
+    ]
     assert measuring.save(subject, "a label", plan_of(), measured, "") == []
     (run,) = findings.recorded_runs()
     assert run.design == DESIGN and run.label == "a label" and run.carrier == "norm_blocks" and run.requests == 384
@@ -350,13 +478,20 @@ def test_counts_are_read_back_as_they_were_written(measured, subject, tmp_path, 
     assert ids[0] == "04.h200-moe-all-off" and len(ids) == 5
     assert "384 requests" in findings.recorded_sentence([run])
     tier, source, off = findings.recorded_off()[0]
-    assert tier == "recorded-gpu" and "0123abc" in source and off.changed.sum() == 0 and "0 of 30" in findings.off_sentence(off)
+    assert (
+        tier == "recorded-gpu"
+        and "0123abc" in source
+        and off.changed.sum() == 0
+        and "0 of 30" in findings.off_sentence(off)
+    )
 
 
 def test_a_part_replaces_its_own_rows(measured, subject, tmp_path, monkeypatch):
     folder = home(tmp_path, monkeypatch)
     save = partial(measuring.save, subject, "a label", folder=folder)
-    only = lambda *parts: measuring.Measured(pd.concat([measured.part(part) for part in parts]), measured.choices, measured.steps)  # noqa: E731
+    only = lambda *parts: measuring.Measured(
+        pd.concat([measured.part(part) for part in parts]), measured.choices, measured.steps
+    )  # noqa: E731
     save(plan_of(parts=("budget", "planted")), only("budget", "planted"))
     save(plan_of(parts=("load",)), only("load"))
     halved = only("planted")
@@ -365,7 +500,10 @@ def test_a_part_replaces_its_own_rows(measured, subject, tmp_path, monkeypatch):
     table = pd.read_csv(folder / "attribution_cpu_moe_prompts.csv")
     kinds = table.part.str.split(":").str[0].value_counts().to_dict()
     assert kinds == {name: len(measured.part(name)) for name in ("budget", "load", "planted")}
-    assert table[table.part == "planted"].changed.sum() == 0 and table[table.part == "budget"].changed.sum() == measured.part("budget").changed.sum()
+    assert (
+        table[table.part == "planted"].changed.sum() == 0
+        and table[table.part == "budget"].changed.sum() == measured.part("budget").changed.sum()
+    )
     assert len(pd.read_csv(folder / "attribution_cpu_moe_choices.csv")) == len(measured.choices)
     assert not list(folder.glob(".*"))
 
@@ -388,9 +526,31 @@ def test_counts_are_told_cell_by_cell(subject):
 
 # --- the command
 
+
 def command(tiny_folder, folder, *more):
-    return [str(folder), "--model", str(tiny_folder), "--device", "cpu", "--ffn", "dense", "--requests", "12", "--tokens", "3", "--prompts", "3", "--threshold", "8",
-            "--concurrencies", "1", "4", "--processes", "2", *more]
+    return [
+        str(folder),
+        "--model",
+        str(tiny_folder),
+        "--device",
+        "cpu",
+        "--ffn",
+        "dense",
+        "--requests",
+        "12",
+        "--tokens",
+        "3",
+        "--prompts",
+        "3",
+        "--threshold",
+        "8",
+        "--concurrencies",
+        "1",
+        "4",
+        "--processes",
+        "2",
+        *more,
+    ]
 
 
 def test_the_command_serves_all_off(tiny_folder, tmp_path, capsys):
@@ -405,7 +565,17 @@ def test_the_command_counts_steps_and_serves_nothing(tiny_folder, tmp_path, caps
     assert "5 cells, 60 requests: about" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [["--mechanisms", "split"], ["--parts", "half"], ["--device", "tpu"], ["--prompts", "0"], ["--threshold", "-1"], ["--seeds", "1", "1"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--mechanisms", "split"],
+        ["--parts", "half"],
+        ["--device", "tpu"],
+        ["--prompts", "0"],
+        ["--threshold", "-1"],
+        ["--seeds", "1", "1"],
+    ],
+)
 def test_the_command_refuses_bad_input(tiny_folder, tmp_path, capsys, wrong):
     assert recording.main(command(tiny_folder, tmp_path, *wrong)) == 2
     assert capsys.readouterr().err.startswith("attribution_recording: ") and not list(tmp_path.iterdir())
@@ -414,9 +584,30 @@ def test_the_command_refuses_bad_input(tiny_folder, tmp_path, capsys, wrong):
 # --- parameters
 
 GIVEN = dict(
-    model="m", ffn="moe", experts=16, top_k=12, expert_split="clustered", threshold=32, mechanisms=["split_k", "norm_blocks"], design="ends", orders=1,
-    storage="float32", logits="float32", activations="float16", concurrency=8, concurrencies=[1, 8], requests=10, prompts=4, tokens=4, seeds=[0, 1],
-    amplifiers=list(AMPLIFIERS), carrier="split_k", planted=[0.1, 1.0], processes=0, device="cpu", record="",
+    model="m",
+    ffn="moe",
+    experts=16,
+    top_k=12,
+    expert_split="clustered",
+    threshold=32,
+    mechanisms=["split_k", "norm_blocks"],
+    design="ends",
+    orders=1,
+    storage="float32",
+    logits="float32",
+    activations="float16",
+    concurrency=8,
+    concurrencies=[1, 8],
+    requests=10,
+    prompts=4,
+    tokens=4,
+    seeds=[0, 1],
+    amplifiers=list(AMPLIFIERS),
+    carrier="split_k",
+    planted=[0.1, 1.0],
+    processes=0,
+    device="cpu",
+    record="",
 )
 
 
@@ -435,12 +626,34 @@ def test_parameters_of_the_notebook():
         assert cell.cell_type != "code" or (len(cell.source.splitlines()) <= 26 and not cell.outputs)
 
 
-@pytest.mark.parametrize("change", [
-    {"mechanisms": ["split_k"]}, {"mechanisms": ["split_k", "split_k"]}, {"mechanisms": ["split_k", "x"]}, {"threshold": -1}, {"design": "x"},
-    {"orders": 0}, {"storage": "float16"}, {"concurrency": 1}, {"concurrencies": []}, {"concurrencies": [0, 8]}, {"requests": 0}, {"prompts": 65},
-    {"tokens": 0}, {"seeds": [0]}, {"seeds": [1, 1]}, {"amplifiers": ["x"]}, {"carrier": "x"}, {"planted": [0.1]}, {"planted": [1.0, 0.1]},
-    {"planted": [0.0, 1.0]}, {"processes": -1}, {"device": "tpu"}, {"top_k": 17},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mechanisms": ["split_k"]},
+        {"mechanisms": ["split_k", "split_k"]},
+        {"mechanisms": ["split_k", "x"]},
+        {"threshold": -1},
+        {"design": "x"},
+        {"orders": 0},
+        {"storage": "float16"},
+        {"concurrency": 1},
+        {"concurrencies": []},
+        {"concurrencies": [0, 8]},
+        {"requests": 0},
+        {"prompts": 65},
+        {"tokens": 0},
+        {"seeds": [0]},
+        {"seeds": [1, 1]},
+        {"amplifiers": ["x"]},
+        {"carrier": "x"},
+        {"planted": [0.1]},
+        {"planted": [1.0, 0.1]},
+        {"planted": [0.0, 1.0]},
+        {"processes": -1},
+        {"device": "tpu"},
+        {"top_k": 17},
+    ],
+)
 def test_wrong_parameters_are_refused_by_name(change):
     with pytest.raises(BadInput, match=next(iter(change))):
         study.Parameters.checked(GIVEN | change)

@@ -1,4 +1,5 @@
-"""Cells: what they serve, that workers do not change it, and that each request is compared with its own prompt alone."""
+"""Cells: what they serve, that workers do not change it, and that each request is compared with its own prompt
+alone."""
 
 import pandas as pd
 import pytest
@@ -17,13 +18,19 @@ ON = Settings(Mechanisms.all(), threshold=8)
 
 @pytest.fixture(scope="module")
 def subjects(tiny_folder):
-    make = lambda ffn: Subject.of(str(tiny_folder), ffn=ffn, experts=6, top_k=4, expert_split="contiguous", prompts=TEXTS)  # noqa: E731
+    make = lambda ffn: Subject.of(
+        str(tiny_folder), ffn=ffn, experts=6, top_k=4, expert_split="contiguous", prompts=TEXTS
+    )  # noqa: E731
     return {ffn: make(ffn) for ffn in ("dense", "moe")}
 
 
 @pytest.fixture(scope="module")
 def served(subjects):
-    plan = [Cell(settings, concurrency, 70, 5, seed) for settings in (OFF, ON) for concurrency, seed in ((1, 0), (6, 0), (6, 1))]
+    plan = [
+        Cell(settings, concurrency, 70, 5, seed)
+        for settings in (OFF, ON)
+        for concurrency, seed in ((1, 0), (6, 0), (6, 1))
+    ]
     return serve_cells(subjects["moe"], plan, processes=2, progress=False)
 
 
@@ -61,7 +68,11 @@ def test_co_resident_rows_are_measured(served):
     busy = served.requests[served.requests.concurrency == 6]
     assert busy.co_resident_rows.mean() > 10 and (busy.most_rows >= busy.co_resident_rows).all()
     steps = served.steps.set_index(["mechanisms", "concurrency", "seed"]).steps
-    assert steps["none", 1, 0] == 70 * 5 and steps["none", 0, 0] == len(TEXTS) * 5 and 70 * 5 / 6 <= steps["none", 6, 0] < 175
+    assert (
+        steps["none", 1, 0] == 70 * 5
+        and steps["none", 0, 0] == len(TEXTS) * 5
+        and 70 * 5 / 6 <= steps["none", 6, 0] < 175
+    )
 
 
 def test_the_trace_proves_what_occurred(served):
@@ -69,14 +80,30 @@ def test_the_trace_proves_what_occurred(served):
     found = {name: occurred(on, name) for name in MECHANISMS}
     assert all(found.values()), found
     off = served.choices[served.choices.mechanisms == "none"]
-    assert not any(occurred(off, name) for name in ("split_k", "norm_blocks", "row_threshold", "attention_dispatch", "expert_order", "batch_scale"))
+    assert not any(
+        occurred(off, name)
+        for name in ("split_k", "norm_blocks", "row_threshold", "attention_dispatch", "expert_order", "batch_scale")
+    )
     assert not occurred(on[on.concurrency == 0], "split_k")
 
 
 def test_what_never_happens_alone_is_told_by_kind_of_step():
-    rows = [(0, "decode", "4"), (0, "prefill", "2"), (8, "decode", "2"), (8, "decode", "4"), (8, "prefill", "2"), (8, "prefill", "1"), (1, "decode", "9")]
-    frame = pd.DataFrame([{"concurrency": c, "step": s, "mechanism": "split_k", "choice": v, "count": 1} for c, s, v in rows])
-    assert [tuple(row) for row in study.never_alone(frame)[["step", "choice"]].values] == [("decode", "2"), ("prefill", "1")]
+    rows = [
+        (0, "decode", "4"),
+        (0, "prefill", "2"),
+        (8, "decode", "2"),
+        (8, "decode", "4"),
+        (8, "prefill", "2"),
+        (8, "prefill", "1"),
+        (1, "decode", "9"),
+    ]
+    frame = pd.DataFrame(
+        [{"concurrency": c, "step": s, "mechanism": "split_k", "choice": v, "count": 1} for c, s, v in rows]
+    )
+    assert [tuple(row) for row in study.never_alone(frame)[["step", "choice"]].values] == [
+        ("decode", "2"),
+        ("prefill", "1"),
+    ]
     assert occurred(frame, "split_k") and not occurred(frame, "norm_blocks") and not occurred(frame[:2], "split_k")
     assert not occurred(frame[frame.choice == "4"], "split_k") and list(study.never_alone(frame[:2])) == list(frame)
 
@@ -91,8 +118,17 @@ def test_runs_that_differ_by_seed_differ_in_company_only(served):
 def test_the_number_of_workers_changes_nothing(subjects, served, processes):
     plan = [Cell(ON, 6, 70, 5, 0), Cell(OFF, 6, 70, 5, 0)]
     again = serve_cells(subjects["moe"], plan, processes=processes, progress=False)
-    expected = pd.concat([served.requests[(served.requests.mechanisms == str(m)) & (served.requests.concurrency == 6) & (served.requests.seed == 0)]
-                          for m in (Mechanisms.all(), Mechanisms.none())], ignore_index=True)
+    expected = pd.concat(
+        [
+            served.requests[
+                (served.requests.mechanisms == str(m))
+                & (served.requests.concurrency == 6)
+                & (served.requests.seed == 0)
+            ]
+            for m in (Mechanisms.all(), Mechanisms.none())
+        ],
+        ignore_index=True,
+    )
     pd.testing.assert_frame_equal(again.requests, expected)
     assert torch.get_num_threads() > 0
 
@@ -127,7 +163,10 @@ def test_shards_cover_the_cell(requests, concurrency):
 
 def test_wrong_cells_are_refused(subjects):
     cell = Cell(OFF, 1, 1, 1)
-    empty = Subject(*[getattr(subjects["dense"], name) for name in ("model", "ffn", "experts", "top_k", "expert_split", "device")], ())
+    empty = Subject(
+        *[getattr(subjects["dense"], name) for name in ("model", "ffn", "experts", "top_k", "expert_split", "device")],
+        (),
+    )
     for subject, plan in ((subjects["dense"], []), (empty, [cell]), (subjects["dense"], [cell, cell])):
         with pytest.raises(BadInput, match="cells over"):
             serve_cells(subject, plan, progress=False)
@@ -147,6 +186,7 @@ def test_workers(monkeypatch):
 
 # --- prompts and texts
 
+
 def test_many_prompts_are_different_and_begin_with_the_shipped_ones():
     most = 8 + len(ASKED) * len(SUBJECTS)
     found = many_prompts(most)
@@ -156,8 +196,17 @@ def test_many_prompts_are_different_and_begin_with_the_shipped_ones():
             many_prompts(wrong)
 
 
-@pytest.mark.parametrize("a,b,split", [
-    ([], [], -1), ([1], [1], -1), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ((1, 2), (1,), 1), ([4], [5], 0), ([], [1], 0),
-])
+@pytest.mark.parametrize(
+    "a,b,split",
+    [
+        ([], [], -1),
+        ([1], [1], -1),
+        ([1, 2], [1, 3], 1),
+        ([1], [1, 2], 1),
+        ((1, 2), (1,), 1),
+        ([4], [5], 0),
+        ([], [1], 0),
+    ],
+)
 def test_first_divergence(a, b, split):
     assert first_divergence(a, b) == split

@@ -1,10 +1,21 @@
-"""Mechanisms on a GPU: off, every operation and the whole engine are row-invariant; on, each alone moves bits. Skipped without CUDA."""
+"""Mechanisms on a GPU: off, every operation and the whole engine are row-invariant; on, each alone moves bits. Skipped
+without CUDA."""
 
 import pandas as pd
 import pytest
 import torch
 
-from batch_variance.engine import MECHANISMS, EngineConfig, ExpertSplit, Load, Mechanisms, Settings, build, load_weights, serve
+from batch_variance.engine import (
+    MECHANISMS,
+    EngineConfig,
+    ExpertSplit,
+    Load,
+    Mechanisms,
+    Settings,
+    build,
+    load_weights,
+    serve,
+)
 from batch_variance.engine.mechanisms import MechanismKernels
 from batch_variance.kernels.norm.reference import rms_norm as norm_reference
 from batch_variance.kernels.sets import kernel_set
@@ -27,7 +38,10 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def weights(tiny_folder):
-    return {"dense": load_weights(tiny_folder, CUDA, nvfp4=True), "moe": load_weights(tiny_folder, CUDA, nvfp4=True, split=SPLIT)}
+    return {
+        "dense": load_weights(tiny_folder, CUDA, nvfp4=True),
+        "moe": load_weights(tiny_folder, CUDA, nvfp4=True, split=SPLIT),
+    }
 
 
 def random(*shape, seed=0):
@@ -36,7 +50,12 @@ def random(*shape, seed=0):
 
 def run(kernels, weights, settings, concurrency, requests=24):
     model, changes = build(weights, kernels, settings)
-    return serve(model, PROMPTS, Load(concurrency, requests, 6, 1), EngineConfig(max_requests=concurrency, max_length=40, ignore_eos=True, **changes))
+    return serve(
+        model,
+        PROMPTS,
+        Load(concurrency, requests, 6, 1),
+        EngineConfig(max_requests=concurrency, max_length=40, ignore_eos=True, **changes),
+    )
 
 
 def served(found):
@@ -52,8 +71,11 @@ def test_operations_are_row_invariant_off_and_not_on(kernels, name, k):
     x, weight = random(40, k), random(96, k, seed=1)
 
     def operation(chosen):
-        return {"split_k": lambda rows: chosen.linear(rows, weight), "batch_scale": chosen.activations,
-                "norm_blocks": lambda rows: chosen.rms_norm(rows, weight[0], 1e-5)}[name]
+        return {
+            "split_k": lambda rows: chosen.linear(rows, weight),
+            "batch_scale": chosen.activations,
+            "norm_blocks": lambda rows: chosen.rms_norm(rows, weight[0], 1e-5),
+        }[name]
 
     for activations in ("float16", "float8"):
         off = MechanismKernels(kernels, Settings(activations=activations))
@@ -82,7 +104,9 @@ def test_scales_of_experts_are_those_of_their_rows(kernels):
         assert torch.equal(found[group == expert], chosen.activations(x[group == expert]))
 
 
-@pytest.mark.parametrize("storage,activations", [("float32", "as computed"), ("float32", "float16"), ("bfloat16", "float8")])
+@pytest.mark.parametrize(
+    "storage,activations", [("float32", "as computed"), ("float32", "float16"), ("bfloat16", "float8")]
+)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_all_off_gives_each_prompt_what_it_gets_alone(kernels, weights, kind, storage, activations):
     settings = Settings(storage=storage, logits=storage, activations=activations)
@@ -94,7 +118,9 @@ def test_all_off_gives_each_prompt_what_it_gets_alone(kernels, weights, kind, st
 @pytest.mark.parametrize("kind,name", CASES)
 def test_one_alone_moves_bits(kernels, weights, kind, name):
     settings = Settings(Mechanisms.only(name), threshold=8)
-    assert served(run(kernels, weights[kind], settings, 1, requests=4)) != served(run(kernels, weights[kind], settings, 24))
+    assert served(run(kernels, weights[kind], settings, 1, requests=4)) != served(
+        run(kernels, weights[kind], settings, 24)
+    )
 
 
 def test_ties_on_a_gpu_follow_the_rule(kernels, weights):
@@ -106,7 +132,9 @@ def test_ties_on_a_gpu_follow_the_rule(kernels, weights):
 
 
 def test_processes_share_a_gpu_and_change_nothing(tiny_folder):
-    subject = Subject.of(str(tiny_folder), "moe", 6, 4, "contiguous", "cuda", ["a", "what is it", "tell me more of this thing", "no"])
+    subject = Subject.of(
+        str(tiny_folder), "moe", 6, 4, "contiguous", "cuda", ["a", "what is it", "tell me more of this thing", "no"]
+    )
     plan = [Cell(Settings(mechanisms, threshold=8), 6, 70, 5) for mechanisms in (Mechanisms.none(), Mechanisms.all())]
     one, three = (serve_cells(subject, plan, processes, progress=False) for processes in (1, 3))
     pd.testing.assert_frame_equal(one.requests, three.requests)

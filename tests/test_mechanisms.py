@@ -1,4 +1,5 @@
-"""Mechanisms: all off is row-invariant, each alone moves bits exactly when its trigger occurs, on dense and on expert FFNs."""
+"""Mechanisms: all off is row-invariant, each alone moves bits exactly when its trigger occurs, on dense and on expert
+FFNs."""
 
 from dataclasses import replace
 
@@ -7,7 +8,15 @@ import torch
 
 from batch_variance.common import BadInput
 from batch_variance.engine import (
-    MECHANISMS, EngineConfig, ExpertSplit, Load, Mechanisms, Settings, build, load_weights, serve,
+    MECHANISMS,
+    EngineConfig,
+    ExpertSplit,
+    Load,
+    Mechanisms,
+    Settings,
+    build,
+    load_weights,
+    serve,
 )
 from batch_variance.engine import mechanisms as module
 from batch_variance.engine.mechanisms import MechanismKernels
@@ -26,7 +35,10 @@ KINDS = ("dense", "moe")
 
 @pytest.fixture(scope="module")
 def weights(tiny_folder):
-    return {"dense": load_weights(tiny_folder, CPU, nvfp4=True), "moe": load_weights(tiny_folder, CPU, nvfp4=True, split=SPLIT)}
+    return {
+        "dense": load_weights(tiny_folder, CPU, nvfp4=True),
+        "moe": load_weights(tiny_folder, CPU, nvfp4=True, split=SPLIT),
+    }
 
 
 def run(weights, settings, concurrency, requests=24, tokens=6, seed=1):
@@ -46,12 +58,16 @@ def served(found):
 def choices(found, name):
     """What the steps that carried decode rows chose."""
     return {
-        choice for step in found.steps if any(phase == "decode" for _, _, phase in step.rows)
-        for (known, choice) in step.choices if known == name
+        choice
+        for step in found.steps
+        if any(phase == "decode" for _, _, phase in step.rows)
+        for (known, choice) in step.choices
+        if known == name
     }
 
 
 # --- the record
+
 
 def test_names_and_their_sets():
     assert Mechanisms.none().on == () and str(Mechanisms.none()) == "none"
@@ -66,10 +82,19 @@ def test_names_and_their_sets():
             wrong()
 
 
-@pytest.mark.parametrize("change", [
-    {"storage": "float16"}, {"logits": "half"}, {"ties": "random"}, {"activations": "int8"}, {"planted": -1.0},
-    {"planted": float("nan")}, {"threshold": -1}, {"mechanisms": Mechanisms.only("batch_scale"), "activations": "as computed"},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage": "float16"},
+        {"logits": "half"},
+        {"ties": "random"},
+        {"activations": "int8"},
+        {"planted": -1.0},
+        {"planted": float("nan")},
+        {"threshold": -1},
+        {"mechanisms": Mechanisms.only("batch_scale"), "activations": "as computed"},
+    ],
+)
 def test_wrong_settings_are_refused_by_name(change):
     name = "batch_scale" if "mechanisms" in change else next(iter(change))
     with pytest.raises(BadInput, match=name):
@@ -77,6 +102,7 @@ def test_wrong_settings_are_refused_by_name(change):
 
 
 # --- all off
+
 
 @pytest.mark.parametrize("storage,activations", STORAGE)
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,11 +117,14 @@ def test_all_off_gives_each_prompt_what_it_gets_alone(weights, kind, storage, ac
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_model_computes_is_the_plain_engines_when_nothing_is_set(weights, kind):
-    """With every mechanism off and nothing rounded, only decode attention differs from the plain engine: by its plan."""
+    """With every mechanism off and nothing rounded, only decode attention differs from the plain engine: by its
+    plan."""
     from batch_variance.engine import Model
     from batch_variance.kernels.nvfp4 import policy
 
-    config = EngineConfig(max_length=40, ignore_eos=True, split_rule="never-split", num_sm_parts=module.SPLIT_PARTS, split_block=16)
+    config = EngineConfig(
+        max_length=40, ignore_eos=True, split_rule="never-split", num_sm_parts=module.SPLIT_PARTS, split_block=16
+    )
     plain = serve(Model(weights[kind], KERNELS, policy("force-gemv")), PROMPTS, Load(4, 8, 6, 1), config)
     assert served(plain) == served(run(weights[kind], Settings(activations="as computed"), 4, 8))
 
@@ -103,7 +132,10 @@ def test_what_the_model_computes_is_the_plain_engines_when_nothing_is_set(weight
 # --- one on
 
 ALONE = [
-    (kind, name, activations) for kind in KINDS for name in MECHANISMS for activations in ("as computed", "float16", "float8")
+    (kind, name, activations)
+    for kind in KINDS
+    for name in MECHANISMS
+    for activations in ("as computed", "float16", "float8")
     if not (kind == "dense" and name == "expert_order") and not (name == "batch_scale" and activations == "as computed")
 ]
 
@@ -131,16 +163,22 @@ def test_without_its_trigger_a_mechanism_does_nothing(weights, monkeypatch):
     on = Mechanisms.of(["row_threshold", "split_k", "norm_blocks", "attention_dispatch", "batch_splits"])
     for kind in KINDS:
         off = Settings(threshold=1000)
-        assert served(run(weights[kind], replace(off, mechanisms=on), 24)) == served(run(weights[kind], off, 1, requests=4))
+        assert served(run(weights[kind], replace(off, mechanisms=on), 24)) == served(
+            run(weights[kind], off, 1, requests=4)
+        )
 
 
 def test_off_and_on_differ_by_the_plan_alone(weights):
     """batch_splits: where FlashMLA's schedule leaves a row whole, it has the bits of the own-length rule."""
-    found = [build(weights["dense"], KERNELS, Settings(mechanisms))[1] for mechanisms in (Mechanisms.none(), Mechanisms.only("batch_splits"))]
+    found = [
+        build(weights["dense"], KERNELS, Settings(mechanisms))[1]
+        for mechanisms in (Mechanisms.none(), Mechanisms.only("batch_splits"))
+    ]
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"split_rule"}
 
 
 # --- the operations
+
 
 @pytest.mark.parametrize("name", ["split_k", "norm_blocks", "batch_scale"])
 def test_operations_are_row_invariant_off_and_not_on(name):
@@ -149,11 +187,14 @@ def test_operations_are_row_invariant_off_and_not_on(name):
 
     def operation(kernels):
         return {
-            "split_k": lambda rows: kernels.linear(rows, weight), "batch_scale": kernels.activations,
+            "split_k": lambda rows: kernels.linear(rows, weight),
+            "batch_scale": kernels.activations,
             "norm_blocks": lambda rows: kernels.rms_norm(rows, weight[0], 1e-5),
         }[name]
 
-    off, on = (MechanismKernels(KERNELS, Settings(mechanisms)) for mechanisms in (Mechanisms.none(), Mechanisms.only(name)))
+    off, on = (
+        MechanismKernels(KERNELS, Settings(mechanisms)) for mechanisms in (Mechanisms.none(), Mechanisms.only(name))
+    )
     assert differing_rows(operation(off), x, SIZES) == (0, sum(SIZES))
     assert differing_rows(operation(on), x, SIZES)[0] > 0
     # Within one entry of the dispatch table nothing varies either.
@@ -188,8 +229,10 @@ def test_blocked_norm_against_float64():
         exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
         for block in (16, 32, 1024):
             assert ((rms_norm(x, weight, 1e-5, block) - exact).abs() <= 1e-6 * exact.abs() + 1e-30).all()
-    assert not torch.equal(rms_norm(torch.randn(40, 576, generator=torch.Generator().manual_seed(1)), torch.ones(576), 0.0, 32),
-                           rms_norm(torch.randn(40, 576, generator=torch.Generator().manual_seed(1)), torch.ones(576), 0.0))
+    assert not torch.equal(
+        rms_norm(torch.randn(40, 576, generator=torch.Generator().manual_seed(1)), torch.ones(576), 0.0, 32),
+        rms_norm(torch.randn(40, 576, generator=torch.Generator().manual_seed(1)), torch.ones(576), 0.0),
+    )
 
 
 @pytest.mark.parametrize("activations,relative", [("float8", 2.0**-4), ("float16", 2.0**-11)])
@@ -243,6 +286,7 @@ def test_a_bfloat16_run_keeps_nothing_finer(weights):
 
 # --- logits and ties
 
+
 class Tied(EmulatedKernels):
     """Logits of which two are the largest: equal in bfloat16, in float32 the second is a hair above the first."""
 
@@ -254,9 +298,10 @@ class Tied(EmulatedKernels):
         return found
 
 
-@pytest.mark.parametrize("logits,ties,token,margin", [
-    ("float32", "lowest", 200, 2.0**-10), ("bfloat16", "lowest", 40, 0.0), ("bfloat16", "highest", 200, 0.0),
-])
+@pytest.mark.parametrize(
+    "logits,ties,token,margin",
+    [("float32", "lowest", 200, 2.0**-10), ("bfloat16", "lowest", 40, 0.0), ("bfloat16", "highest", 200, 0.0)],
+)
 def test_bfloat16_logits_tie_and_the_rule_decides(weights, logits, ties, token, margin):
     model, changes = build(weights["dense"], Tied(), Settings(logits=logits, ties=ties))
     found = serve(model, PROMPTS[:1], Load(1, 1, 3, 0), EngineConfig(max_length=40, ignore_eos=True, **changes))
@@ -274,6 +319,7 @@ def test_wrong_engine_settings_are_refused(weights):
 
 
 # --- planted
+
 
 def test_planted_noise_comes_with_company_only_and_grows_with_its_size(weights):
     alone = served(run(weights["dense"], Settings(), 1, requests=4))

@@ -32,15 +32,16 @@ ACTIVATIONS = {"float8": (torch.float8_e4m3fn, 448.0), "float16": (torch.float16
 
 @dataclass(frozen=True)
 class Mechanisms:
-    """Which choices look at the batch. False is the invariant twin. What was chosen stands in ``Step.choices`` by these names.
+    """Which choices look at the batch. False is the invariant twin. What was chosen stands in ``Step.choices`` by these
+    names.
 
     row_threshold: an NVFP4 matmul takes another kernel above ``threshold`` rows; off: the GEMV for any number.
-    batch_splits: FlashMLA's schedule cuts each decode row by the whole batch; off: by its own length, blocks being equal.
+    batch_splits: FlashMLA's schedule cuts each decode row by the whole batch; off: by its own length, in equal blocks.
     split_k: qkv, attention output, router and logits add K in segments, by the rows of the matmul; off: in one.
     attention_dispatch: the step's longest decode row sets the block in which all of them are folded; off: one block.
     expert_order: a row adds its experts by their load in the step, the busiest first; off: by their numbers.
     norm_blocks: RMSNorm sums its squares in blocks, by the number of rows; off: in one block.
-    batch_scale: an FFN's rounded activations share one scale, from the largest of the matmul's rows; off: a scale a row.
+    batch_scale: an FFN's rounded activations share one scale, from the largest of the matmul's rows; off: one a row.
     """
 
     row_threshold: bool = False
@@ -94,12 +95,12 @@ def _known(name: str) -> str:
 class Settings:
     """What a cell of a study serves with, apart from its load.
 
-    storage: "bfloat16" rounds each operation's output, the residual stream and the KV cache included; "float32" does not.
-    logits: dtype in which logits are compared; ties: which token id wins among equals, "lowest" or "highest".
-    activations: what the FFN's matmuls read is rounded under a scale to "float8" (e4m3) or "float16", or left "as computed";
-    batch_scale needs a scale. threshold: rows up to which row_threshold takes the GEMV. planted: standard deviation of a
-    perturbation of the logits that depends on who shares the step, 0 for none: a mechanism of known strength.
-    Raises BadInput for values outside these.
+    storage: "bfloat16" rounds each operation's output, the residual stream and the KV cache included; "float32" does
+    not. logits: dtype in which logits are compared; ties: which token id wins among equals, "lowest" or "highest".
+    activations: what the FFN's matmuls read is rounded under a scale to "float8" (e4m3) or "float16", or left "as
+    computed"; batch_scale needs a scale. threshold: rows up to which row_threshold takes the GEMV. planted: standard
+    deviation of a perturbation of the logits that depends on who shares the step, 0 for none: a mechanism of known
+    strength. Raises BadInput for values outside these.
     """
 
     mechanisms: Mechanisms = Mechanisms()
@@ -111,13 +112,19 @@ class Settings:
     planted: float = 0.0
 
     def __post_init__(self):
-        known = {"storage": ("float32", "bfloat16"), "logits": ("float32", "bfloat16"), "ties": ("lowest", "highest"),
-                 "activations": (*ACTIVATIONS, "as computed")}
+        known = {
+            "storage": ("float32", "bfloat16"),
+            "logits": ("float32", "bfloat16"),
+            "ties": ("lowest", "highest"),
+            "activations": (*ACTIVATIONS, "as computed"),
+        }
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise BadInput(f"{name} {getattr(self, name)!r} is unknown: give {' or '.join(values)}.")
         if self.mechanisms.batch_scale and self.activations not in ACTIVATIONS:
-            raise BadInput(f"batch_scale needs activations {' or '.join(ACTIVATIONS)}: without a scale nothing can be shared.")
+            raise BadInput(
+                f"batch_scale needs activations {' or '.join(ACTIVATIONS)}: without a scale nothing can be shared."
+            )
         if not 0 <= self.planted < float("inf"):
             raise BadInput(f"planted is {self.planted}: give a standard deviation, 0 or more.")
         policy("default", self.threshold)
@@ -130,13 +137,22 @@ def build(weights: Weights, kernels: KernelSet, settings: Settings, segments: di
     weights that builds over the same weights may share.
     """
     on = settings.mechanisms
-    parts = (weights, MechanismKernels(kernels, settings, {} if segments is None else segments),
-             policy("default" if on.row_threshold else "force-gemv", settings.threshold), "load" if on.expert_order else "number")
+    parts = (
+        weights,
+        MechanismKernels(kernels, settings, {} if segments is None else segments),
+        policy("default" if on.row_threshold else "force-gemv", settings.threshold),
+        "load" if on.expert_order else "number",
+    )
     model = PlantedModel(*parts, size=settings.planted) if settings.planted else Model(*parts)
     (longest, narrow), (_, wide) = ATTENTION_BLOCK_BY_LONGEST
     return model, {
-        "split_rule": "flashmla" if on.batch_splits else OWN_LENGTH_RULE, "num_sm_parts": SPLIT_PARTS, "split_block": narrow,
-        "wide_block": wide, "wide_from": longest + 1 if on.attention_dispatch else 0, "logits": settings.logits, "ties": settings.ties,
+        "split_rule": "flashmla" if on.batch_splits else OWN_LENGTH_RULE,
+        "num_sm_parts": SPLIT_PARTS,
+        "split_block": narrow,
+        "wide_block": wide,
+        "wide_from": longest + 1 if on.attention_dispatch else 0,
+        "logits": settings.logits,
+        "ties": settings.ties,
     }
 
 
@@ -190,8 +206,10 @@ class MechanismKernels:
         if key not in self.segments:
             width = -(-weight.shape[1] // (16 * pieces)) * 16
             # A CPU multiplies by a view as fast; the Triton matmul would copy it at every call.
-            parts = [(start, part.contiguous() if weight.is_cuda else part)
-                     for start, part in zip(range(0, weight.shape[1], width), weight.split(width, dim=1))]
+            parts = [
+                (start, part.contiguous() if weight.is_cuda else part)
+                for start, part in zip(range(0, weight.shape[1], width), weight.split(width, dim=1))
+            ]
             self.segments[key] = (weight, parts)  # with the weight, whose address must not be used again
         return self.segments[key][1]
 
@@ -241,7 +259,9 @@ class PlantedModel(Model):
     def __init__(self, *parts, size: float):
         super().__init__(*parts)
         device = self.weights.embedding.device
-        self._noise = size * torch.randn(self.weights.head.shape[0], generator=torch.Generator().manual_seed(0)).to(device)
+        self._noise = size * torch.randn(self.weights.head.shape[0], generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
 
     def forward(self, rows: StepRows, k_pages, v_pages, observe=None):
         logits = super().forward(rows, k_pages, v_pages, observe)

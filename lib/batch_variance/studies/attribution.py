@@ -1,8 +1,9 @@
-"""Which mechanism is to blame for how many changed texts? Each is switched alone, on and off, and the changes are shared out.
+"""Which mechanism is to blame for how many changed texts? Each is switched alone, on and off, and the changes are
+shared out.
 
 An engine has several choices that look at the batch (`engine.mechanisms`). A request counts as changed when its text
-differs from the same prompt served alone under the same settings. What is served is `attribution_measuring`'s, how changes
-are shared out `attribution_design`'s; the words for it are `attribution_findings`'.
+differs from the same prompt served alone under the same settings. What is served is `attribution_measuring`'s, how
+changes are shared out `attribution_design`'s; the words for it are `attribution_findings`'.
 """
 
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class Parameters(StudyParameters):
     @classmethod
     def _seeds(cls, value: list[int]) -> list[int]:
         if len(value) < 2 or len(set(value)) < len(value) or min(value) < 0:
-            raise ValueError("give at least two different whole numbers from 0: the budget's order is compared between them.")
+            raise ValueError(
+                "give at least two different whole numbers from 0: the budget's order is compared between them."
+            )
         return value
 
     @field_validator("amplifiers")
@@ -119,8 +122,10 @@ class Parameters(StudyParameters):
         if self.ffn == "moe" and self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
         if len(applicable(self.mechanisms, self.ffn, self.activations)) < 2:
-            raise ValueError(f"of mechanisms = {self.mechanisms} fewer than two can act with ffn = {self.ffn!r} and activations = "
-                             f"{self.activations!r}: name others.")
+            raise ValueError(
+                f"of mechanisms = {self.mechanisms} fewer than two can act with ffn = {self.ffn!r} and activations = "
+                f"{self.activations!r}: name others."
+            )
         return self
 
 
@@ -138,17 +143,38 @@ class Setup:
 
     @cached_property
     def label(self) -> str:
-        kind = "dense" if self.p.ffn == "dense" else f"derived: FFN split into {self.p.experts} experts, top {self.p.top_k}"
+        kind = (
+            "dense"
+            if self.p.ffn == "dense"
+            else f"derived: FFN split into {self.p.experts} experts, top {self.p.top_k}"
+        )
         return f"NVFP4 FFN, {kind}"
 
 
 def prepare(p: Parameters) -> Setup:
     """Raises BadInput as the loader of the model does."""
-    subject = Subject.of(p.model, p.ffn, p.experts, p.top_k, p.expert_split, resolve_device(p.device).type, many_prompts(p.prompts))
+    subject = Subject.of(
+        p.model, p.ffn, p.experts, p.top_k, p.expert_split, resolve_device(p.device).type, many_prompts(p.prompts)
+    )
     design = Design(applicable(p.mechanisms, p.ffn, p.activations), p.design, p.orders if p.design == "orders" else 0)
     base = Settings(storage=p.storage, logits=p.logits, activations=p.activations, threshold=p.threshold)
-    return Setup(p, subject, Plan(design, base, p.concurrency, tuple(p.concurrencies), p.requests, p.tokens, tuple(p.seeds),
-                                  tuple(p.amplifiers), p.carrier, tuple(p.planted), cycle=p.prompts))
+    return Setup(
+        p,
+        subject,
+        Plan(
+            design,
+            base,
+            p.concurrency,
+            tuple(p.concurrencies),
+            p.requests,
+            p.tokens,
+            tuple(p.seeds),
+            tuple(p.amplifiers),
+            p.carrier,
+            tuple(p.planted),
+            cycle=p.prompts,
+        ),
+    )
 
 
 def measure(setup: Setup) -> Measured:
@@ -169,13 +195,27 @@ def describe_mechanisms(design: Design, threshold: int) -> str:
     rows = "rows of the matmul"
     said = {
         "row_threshold": (rows, f"GEMV up to {threshold}, GEMM above", "GEMV"),
-        "batch_splits": ("all decode rows' lengths", f"FlashMLA's schedule over {switches.SPLIT_PARTS} programs", switches.OWN_LENGTH_RULE),
+        "batch_splits": (
+            "all decode rows' lengths",
+            f"FlashMLA's schedule over {switches.SPLIT_PARTS} programs",
+            switches.OWN_LENGTH_RULE,
+        ),
         "split_k": (rows, _table_words(switches.SPLIT_K_BY_ROWS, "segment of K", "segments of K"), "1 segment of K"),
-        "attention_dispatch": ("the longest decode row", _table_words(switches.ATTENTION_BLOCK_BY_LONGEST, "token a block", "tokens a block"),
-                               f"{switches.ATTENTION_BLOCK_BY_LONGEST[0][1]} tokens a block"),
-        "expert_order": ("each expert's rows in the step", "a row adds its experts by load, the busiest first", "by their numbers"),
-        "norm_blocks": ("rows of the norm", _table_words(switches.NORM_BLOCK_BY_ROWS, "column a sum", "columns a sum"),
-                        f"{switches.NORM_BLOCK_BY_ROWS[-1][1]} columns a sum"),
+        "attention_dispatch": (
+            "the longest decode row",
+            _table_words(switches.ATTENTION_BLOCK_BY_LONGEST, "token a block", "tokens a block"),
+            f"{switches.ATTENTION_BLOCK_BY_LONGEST[0][1]} tokens a block",
+        ),
+        "expert_order": (
+            "each expert's rows in the step",
+            "a row adds its experts by load, the busiest first",
+            "by their numbers",
+        ),
+        "norm_blocks": (
+            "rows of the norm",
+            _table_words(switches.NORM_BLOCK_BY_ROWS, "column a sum", "columns a sum"),
+            f"{switches.NORM_BLOCK_BY_ROWS[-1][1]} columns a sum",
+        ),
         "batch_scale": ("the largest activation among the matmul's rows", "one scale", "a scale a row"),
     }
     lines = [f"| {name.replace('_', ' ')} | {' | '.join(said[name])} |" for name in design.mechanisms]
@@ -183,7 +223,10 @@ def describe_mechanisms(design: Design, threshold: int) -> str:
 
 
 def _table_words(table, one: str, many: str) -> str:
-    words = [f"{choice} {one if choice == 1 else many} {'above' if largest is None else f'up to {largest}'}" for largest, choice in table]
+    words = [
+        f"{choice} {one if choice == 1 else many} {'above' if largest is None else f'up to {largest}'}"
+        for largest, choice in table
+    ]
     return ", ".join(words)
 
 
@@ -191,23 +234,32 @@ def _table_words(table, one: str, many: str) -> str:
 
 
 def cell_table(prompts: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Sums over prompts: a row a group with requests, changed and its exact interval, prompts with a change, the share of
-    tokens before a divergence whose margin moved, the largest move, exact ties, co-resident rows."""
+    """Sums over prompts: a row a group with requests, changed and its exact interval, prompts with a change, the share
+    of tokens before a divergence whose margin moved, the largest move, exact ties, co-resident rows."""
     rows = []
     for key, part in prompts.groupby(list(by), sort=False):
         rate = Rate(int(part.changed.sum()), int(part.requests.sum()))
-        rows.append(dict(zip(by, key)) | {
-            "requests": rate.trials, "changed": rate.events, "rate": rate.value, "low": rate.interval[0], "high": rate.interval[1],
-            "prompts changed": int(part[part.changed > 0].prompt.nunique()), "prompts": int(part.prompt.nunique()),
-            "margins moved": float(part.margins_moved.sum() / max(part.compared.sum(), 1)), "largest move": float(part.largest_move.max()),
-            "exact ties": int(part.exact_ties.sum()),
-            "co-resident rows": float((part.co_resident_rows * part.requests).sum() / part.requests.sum()),
-        })
+        rows.append(
+            dict(zip(by, key)) | {
+                "requests": rate.trials,
+                "changed": rate.events,
+                "rate": rate.value,
+                "low": rate.interval[0],
+                "high": rate.interval[1],
+                "prompts changed": int(part[part.changed > 0].prompt.nunique()),
+                "prompts": int(part.prompt.nunique()),
+                "margins moved": float(part.margins_moved.sum() / max(part.compared.sum(), 1)),
+                "largest move": float(part.largest_move.max()),
+                "exact ties": int(part.exact_ties.sum()),
+                "co-resident rows": float((part.co_resident_rows * part.requests).sum() / part.requests.sum()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
 def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
-    """Each mechanism on alone: what it chose, whether its trigger occurred, the bits that it moved and the texts that it changed."""
+    """Each mechanism on alone: what it chose, whether its trigger occurred, the bits that it moved and the texts that
+    it changed."""
     table = cell_table(measured.part("budget"), "mechanisms").set_index("mechanisms")
     row = measured.part("budget").iloc[0]
     settings = {name: row[name] for name in ("storage", "logits", "ties", "activations", "threshold", "planted")}
@@ -218,11 +270,19 @@ def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
         alone = on[(on.mechanism == name) & (on.concurrency == 0)]
         batch = on[(on.mechanism == name) & (on.concurrency > 1)]
         new = never_alone(on[on.mechanism == name])
-        rows.append({
-            "mechanism": name, "alone it chose": ", ".join(sorted(set(alone.choice))), "in a batch it chose": ", ".join(sorted(set(batch.choice))),
-            "choices not made alone in such steps": float(new["count"].sum() / max(batch["count"].sum(), 1)), "occurred": occurred(on, name),
-            **{column: table.at[name, column] for column in ("margins moved", "largest move", "requests", "changed", "low", "high")},
-        })
+        rows.append(
+            {
+                "mechanism": name,
+                "alone it chose": ", ".join(sorted(set(alone.choice))),
+                "in a batch it chose": ", ".join(sorted(set(batch.choice))),
+                "choices not made alone in such steps": float(new["count"].sum() / max(batch["count"].sum(), 1)),
+                "occurred": occurred(on, name),
+                **{
+                    column: table.at[name, column]
+                    for column in ("margins moved", "largest move", "requests", "changed", "low", "high")
+                },
+            }
+        )
     return pd.DataFrame(rows).sort_values("changed", ascending=False, kind="stable", ignore_index=True)
 
 

@@ -2,8 +2,8 @@
 
 A set of mechanisms is a coalition; its worth is the share of requests whose text changes when exactly these are on. A
 mechanism's share of the budget is its Shapley value (Shapley, 1953), exact over the full factorial, from sampled orders
-(Castro, Gomez and Tejada, 2009), or the mean of its first-in and last-out effects. Intervals resample prompts, since the
-requests of one prompt are not independent.
+(Castro, Gomez and Tejada, 2009), or the mean of its first-in and last-out effects. Intervals resample prompts, since
+the requests of one prompt are not independent.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ Coalition = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Design:
-    """kind: "ends" serves none, each alone, all but each, and all; "orders" adds every prefix of ``orders`` random orders,
-    each followed by its reverse; "factorial" serves all 2^n. Raises BadInput for no mechanisms, one named twice, an
-    unknown kind, or no orders where they are needed."""
+    """kind: "ends" serves none, each alone, all but each, and all; "orders" adds every prefix of ``orders`` random
+    orders, each followed by its reverse; "factorial" serves all 2^n. Raises BadInput for no mechanisms, one named
+    twice, an unknown kind, or no orders where they are needed."""
 
     mechanisms: tuple[str, ...]
     kind: str = "ends"
@@ -43,7 +43,10 @@ class Design:
     def random_orders(self) -> list[Coalition]:
         """The sampled orders, each followed by its reverse, which halves the variance of what pairs interact."""
         random = np.random.default_rng(self.seed)
-        drawn = [tuple(np.array(self.mechanisms)[random.permutation(len(self.mechanisms))].tolist()) for _ in range(self.orders)]
+        drawn = [
+            tuple(np.array(self.mechanisms)[random.permutation(len(self.mechanisms))].tolist())
+            for _ in range(self.orders)
+        ]
         return [order for one in drawn for order in (one, one[::-1])]
 
     def coalitions(self) -> list[Coalition]:
@@ -90,7 +93,8 @@ def shapley(design: Design, worth: dict[Coalition, np.ndarray]) -> dict[str, np.
             rest = design.but(every, name)
             found[name] = sum(
                 (worth[design.with_one(part, name)] - worth[part]) / (len(every) * comb(len(rest), size))
-                for size in range(len(rest) + 1) for part in combinations(rest, size)
+                for size in range(len(rest) + 1)
+                for part in combinations(rest, size)
             )
     return found
 
@@ -103,8 +107,8 @@ def coalition_of(text: str) -> Coalition:
 def resampled_worth(by_prompt: pd.DataFrame, seed: int = 0, resamples: int = RESAMPLES) -> dict[Coalition, np.ndarray]:
     """Share of changed requests of each coalition: entry 0 as counted, then over ``resamples`` draws of the prompts.
 
-    by_prompt: columns mechanisms, prompt, requests, changed, other columns being summed over. The draws are the same for
-    every coalition, so that differences keep their pairing.
+    by_prompt: columns mechanisms, prompt, requests, changed, other columns being summed over. The draws are the same
+    for every coalition, so that differences keep their pairing.
     """
     counts = by_prompt.groupby(["mechanisms", "prompt"])[["changed", "requests"]].sum().unstack("prompt", fill_value=0)
     prompts = counts.changed.shape[1]
@@ -138,8 +142,9 @@ def budget(by_prompt: pd.DataFrame, design: Design, seed: int = 0) -> pd.DataFra
 
 
 def interactions(by_prompt: pd.DataFrame, design: Design, seed: int = 0) -> pd.DataFrame:
-    """What all on changes against sums: of each alone on, of each alone off, of the shares, and what independent changes
-    would give, 1 minus the product of (1 minus each alone). Rows with value, its interval, and all on minus it."""
+    """What all on changes against sums: of each alone on, of each alone off, of the shares, and what independent
+    changes would give, 1 minus the product of (1 minus each alone). Rows with value, its interval, and all on minus
+    it."""
     worth = resampled_worth(by_prompt, seed)
     every = design.mechanisms
     alone = [worth[(name,)] - worth[()] for name in every]
@@ -152,8 +157,17 @@ def interactions(by_prompt: pd.DataFrame, design: Design, seed: int = 0) -> pd.D
         ("sum of the budget's shares", sum(shapley(design, worth).values())),
     ):
         rest = worth[every] - draws
-        rows.append({"quantity": label, "value": float(draws[0]), "low": _interval(draws)[0], "high": _interval(draws)[1],
-                     "all on minus it": float(rest[0]), "difference low": _interval(rest)[0], "difference high": _interval(rest)[1]})
+        rows.append(
+            {
+                "quantity": label,
+                "value": float(draws[0]),
+                "low": _interval(draws)[0],
+                "high": _interval(draws)[1],
+                "all on minus it": float(rest[0]),
+                "difference low": _interval(rest)[0],
+                "difference high": _interval(rest)[1],
+            }
+        )
     return pd.DataFrame(rows)
 
 

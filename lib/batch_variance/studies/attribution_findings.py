@@ -1,4 +1,5 @@
-"""What notebook 04's tables say: verdicts with their controls, sentences with the numbers in them, and the retraction retold."""
+"""What notebook 04's tables say: verdicts with their controls, sentences with the numbers in them, and the retraction
+retold."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,9 +23,12 @@ def describe(setup: Setup) -> str:
     p, cells = setup.p, setup.plan.cells()
     lengths = sorted(map(len, setup.subject.prompts))
     where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
-    return (f"Model: `{p.model}`, {setup.label}; {p.storage} storage, {p.logits} logits, activations {p.activations}. {len(lengths)} prompts of "
-            f"{lengths[0]} to {lengths[-1]} tokens, {p.tokens} tokens each. {len(cells)} cells, {sum(cell.requests for cell in cells):,} "
-            f"requests. Budget: {setup.plan.design.estimator}. Evidence tier: {setup.tier} ({where}).")
+    return (
+        f"Model: `{p.model}`, {setup.label}; {p.storage} storage, {p.logits} logits, activations {p.activations}."
+        f" {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, {p.tokens} tokens each. {len(cells)} cells,"
+        f" {sum(cell.requests for cell in cells):,} requests. Budget: {setup.plan.design.estimator}. Evidence tier:"
+        f" {setup.tier} ({where})."
+    )
 
 
 def _named(name: str) -> str:
@@ -48,10 +52,14 @@ def alone_sentence(alone: pd.DataFrame) -> str:
     """Which mechanisms move bits and no text, next to those that change texts."""
     silent = alone[(alone["margins moved"] > 0) & (alone.changed == 0)]
     loud = alone[alone.changed > 0]
-    said = [f"Each alone on, {', '.join(f'{_named(r.mechanism)} changes {r.changed} of {r.requests:,} texts' for r in loud.itertuples()) or 'none changes a text'}."]
+    changes = [f"{_named(row.mechanism)} changes {row.changed} of {row.requests:,} texts" for row in loud.itertuples()]
+    said = [f"Each alone on, {', '.join(changes) or 'none changes a text'}."]
     for row in silent.to_dict("records"):
-        said.append(f"{_named(row['mechanism'])} moves the margin of {row['margins moved']:.0%} of the tokens, by up to {row['largest move']:.2g}, and changes "
-                    f"no text in {row['requests']:,} requests (at most {row['high']:.2%} would be missed).")
+        said.append(
+            f"{_named(row['mechanism'])} moves the margin of {row['margins moved']:.0%} of the tokens, by up to"
+            f" {row['largest move']:.2g}, and changes no text in {row['requests']:,} requests (at most"
+            f" {row['high']:.2%} would be missed)."
+        )
     idle = [_named(name) for name in alone[~alone.occurred].mechanism]
     return " ".join(said) + (f" The trigger of {', '.join(idle)} did not occur." if idle else "")
 
@@ -60,9 +68,15 @@ def bits_verdict(measured: Measured, alone: pd.DataFrame, design: Design, tier: 
     moved = int((alone["margins moved"] > 0).sum())
     off, on = (_moved(measured, coalition) for coalition in ("none", _all_on(design)))
     return {
-        "id": f"{prefix}each-moves-bits", "claim": "Each mechanism alone on moves some margin's bits; all off move none",
-        "holds": moved == len(alone) and off == 0, "value": f"{moved} of {len(alone)} mechanisms", "expected": "all",
-        "n": int(alone.requests.sum()), "tier": tier, "negative_control": off == 0, "positive_control": on > 0,
+        "id": f"{prefix}each-moves-bits",
+        "claim": "Each mechanism alone on moves some margin's bits; all off move none",
+        "holds": moved == len(alone) and off == 0,
+        "value": f"{moved} of {len(alone)} mechanisms",
+        "expected": "all",
+        "n": int(alone.requests.sum()),
+        "tier": tier,
+        "negative_control": off == 0,
+        "positive_control": on > 0,
         "occurred": bool(alone.occurred.all()),
     }
 
@@ -84,9 +98,15 @@ def load_sentence(loads: pd.DataFrame) -> str:
     if len(on):
         rates = "; ".join(f"{row.rate:.1%} at {row.concurrency}" for row in on.itertuples())
         rising = bool((on.rate.diff().dropna() >= 0).all())
-        how = "it rises at each step" if rising else (
-            "it does not rise at every step: texts that change once cannot change twice, so the share saturates, and which path a row alone "
-            "takes (a small batch can share its choices) matters as much as how many rows there are")
+        how = (
+            "it rises at each step"
+            if rising
+            else (
+                "it does not rise at every step: texts that change once cannot change twice, so the share saturates,"
+                " and which path a row alone takes (a small batch can share its choices) matters as much as how many"
+                " rows there are"
+            )
+        )
         said.append(f"With all on the share that changed was {rates}; {how}.")
     return " ".join(said)
 
@@ -99,21 +119,46 @@ def load_verdicts(measured: Measured, design: Design, tier: str, prefix: str = "
     rate = Rate(int(cells.changed.sum()), int(cells.requests.sum()))
     alone = on[on.concurrency == 1]
     negative = None if alone.empty else bool(alone.changed.sum() == 0)
-    most = None if len(off) < 2 else bool(off.sort_values("concurrency")["co-resident rows"].iloc[-1] > off.sort_values("concurrency")["co-resident rows"].iloc[0])
+    most = (
+        None
+        if len(off) < 2
+        else bool(
+            off.sort_values("concurrency")["co-resident rows"].iloc[-1]
+            > off.sort_values("concurrency")["co-resident rows"].iloc[0]
+        )
+    )
     positive = _worth(measured, _all_on(design)).events > 0
-    found = [{
-        "id": f"{prefix}all-off", "claim": "With every mechanism off, no request's text or margins depend on its batch, at any concurrency",
-        "holds": rate.events == 0 and int(cells.margins_moved.sum()) == 0, "value": rate.events, "expected": 0, "n": rate.trials,
-        "tier": tier, "interval": rate.interval, "negative_control": negative, "positive_control": positive, "occurred": most,
-    }]
+    found = [
+        {
+            "id": f"{prefix}all-off",
+            "claim": "With every mechanism off, no request's text or margins depend on its batch, at any concurrency",
+            "holds": rate.events == 0 and int(cells.margins_moved.sum()) == 0,
+            "value": rate.events,
+            "expected": 0,
+            "n": rate.trials,
+            "tier": tier,
+            "interval": rate.interval,
+            "negative_control": negative,
+            "positive_control": positive,
+            "occurred": most,
+        }
+    ]
     if len(on) > 1:
         low, high = on.iloc[0], on.iloc[-1]
-        found.append({
-            "id": f"{prefix}all-on-rises", "claim": "With all on, more texts change at the highest concurrency than at the lowest",
-            "holds": bool(high.rate > low.rate), "value": f"{low.rate:.3f} to {high.rate:.3f}", "expected": "a rise", "n": int(on.requests.sum()),
-            "tier": tier, "negative_control": bool(off.changed.sum() == 0), "positive_control": positive,
-            "occurred": bool(high["co-resident rows"] > low["co-resident rows"]),
-        })
+        found.append(
+            {
+                "id": f"{prefix}all-on-rises",
+                "claim": "With all on, more texts change at the highest concurrency than at the lowest",
+                "holds": bool(high.rate > low.rate),
+                "value": f"{low.rate:.3f} to {high.rate:.3f}",
+                "expected": "a rise",
+                "n": int(on.requests.sum()),
+                "tier": tier,
+                "negative_control": bool(off.changed.sum() == 0),
+                "positive_control": positive,
+                "occurred": bool(high["co-resident rows"] > low["co-resident rows"]),
+            }
+        )
     return found
 
 
@@ -132,10 +177,16 @@ def budget_sentence(measured: Measured, design: Design, shares: pd.DataFrame) ->
     return (
         f"All on, {all_on} requests change. {_named(first.mechanism)} is charged with {first['share']:.1%} of requests "
         f"({first['share low']:.1%} to {first['share high']:.1%})"
-        + (f"; an interval above 0 also have {', '.join(clear)}" if clear else "; no other mechanism's interval is above 0")
-        + f". Each on alone adds up to {alone['value']:.1%}; all on change {abs(alone['all on minus it']):.1%} {side} "
-        f"(interval of the difference {alone['difference low']:.1%} to {alone['difference high']:.1%}), where independent changes would give "
-        f"{independent['value']:.1%}. Intervals resample the {measured.part('budget').prompt.nunique()} prompts.")
+        + (
+            f"; an interval above 0 also have {', '.join(clear)}"
+            if clear
+            else "; no other mechanism's interval is above 0"
+        )
+        + f". Each on alone adds up to {alone['value']:.1%}; all on change {abs(alone['all on minus it']):.1%} {side}"
+        f" (interval of the difference {alone['difference low']:.1%} to {alone['difference high']:.1%}), where"
+        f" independent changes would give {independent['value']:.1%}. Intervals resample the"
+        f" {measured.part('budget').prompt.nunique()} prompts."
+    )
 
 
 def by_seed(measured: Measured, design: Design) -> pd.DataFrame:
@@ -153,12 +204,22 @@ def order_sentence(measured: Measured, design: Design, seeds: pd.DataFrame) -> s
     shares = list(_shares(seeds).values())
     pairs = clear_pairs(measured.part("budget"), design)
     turned = sorted({pair for share in shares for pair in reversed_pairs(pairs, share)})
-    tau = min(kendalltau([a[name] for name in design.mechanisms], [b[name] for name in design.mechanisms]).statistic
-              for i, a in enumerate(shares) for b in shares[i + 1 :])
-    said = "none stands the other way round" if not turned else ", ".join(f"{_named(a)} and {_named(b)}" for a, b in turned) + " stand the other way round"
+    tau = min(
+        kendalltau([a[name] for name in design.mechanisms], [b[name] for name in design.mechanisms]).statistic
+        for i, a in enumerate(shares)
+        for b in shares[i + 1 :]
+    )
+    said = (
+        "none stands the other way round"
+        if not turned
+        else ", ".join(f"{_named(a)} and {_named(b)}" for a, b in turned) + " stand the other way round"
+    )
     agree = "cannot be computed, all shares being equal" if np.isnan(tau) else f"is {tau:.2f}"
-    return (f"{len(pairs)} of {len(design.mechanisms) * (len(design.mechanisms) - 1) // 2} pairs of mechanisms are told apart by the pooled requests; "
-            f"of these, in any one seed, {said}. The smallest rank correlation between two seeds (Kendall's tau-b over all mechanisms) {agree}.")
+    return (
+        f"{len(pairs)} of {len(design.mechanisms) * (len(design.mechanisms) - 1) // 2} pairs of mechanisms are told"
+        f" apart by the pooled requests; of these, in any one seed, {said}. The smallest rank correlation between two"
+        f" seeds (Kendall's tau-b over all mechanisms) {agree}."
+    )
 
 
 def order_verdict(measured: Measured, design: Design, seeds: pd.DataFrame, tier: str, prefix: str = "04.") -> dict:
@@ -167,13 +228,21 @@ def order_verdict(measured: Measured, design: Design, seeds: pd.DataFrame, tier:
     pairs = clear_pairs(part, design)
     turned = {pair for share in shares.values() for pair in reversed_pairs(pairs, share)}
     opposite = {name: -value for name, value in next(iter(shares.values())).items()}
-    again = shapley(design, {key: draws[:1] for key, draws in resampled_worth(part[part.seed == part.seed.min()]).items()})
+    again = shapley(
+        design, {key: draws[:1] for key, draws in resampled_worth(part[part.seed == part.seed.min()]).items()}
+    )
     same = {name: float(value[0]) for name, value in again.items()} == next(iter(shares.values()))
     company = part[part.mechanisms == "none"].groupby("seed").co_resident_rows.mean()
     return {
-        "id": f"{prefix}order-stable", "claim": "The budget's order does not change with the arrival seed, for mechanisms that are told apart",
-        "holds": not turned, "value": f"{len(turned)} of {len(pairs)} pairs turned round", "expected": "0", "n": int(part.requests.sum()),
-        "tier": tier, "negative_control": same, "positive_control": bool(reversed_pairs(pairs, opposite)),
+        "id": f"{prefix}order-stable",
+        "claim": "The budget's order does not change with the arrival seed, for mechanisms that are told apart",
+        "holds": not turned,
+        "value": f"{len(turned)} of {len(pairs)} pairs turned round",
+        "expected": "0",
+        "n": int(part.requests.sum()),
+        "tier": tier,
+        "negative_control": same,
+        "positive_control": bool(reversed_pairs(pairs, opposite)),
         "occurred": bool(company.nunique() == len(company) > 1),
     }
 
@@ -190,9 +259,12 @@ def planted_sentence(planted: pd.DataFrame, alone: pd.DataFrame) -> str:
         rate = row.changed / row.requests
         above = [size for size, known in zip(sizes, rates) if known > rate]
         below = [size for size, known in zip(sizes, rates) if known <= rate]
-        # A share of 0 has no place between sizes that change nothing either: it is below the smallest that changes something.
-        where = (f"less than {min(above):g}" if not below or (not row.changed and above) else f"at least {max(below):g}" if not above
-                 else f"{max(below):g} to {min(above):g}")
+        # Where nothing changed, sizes that change nothing either say nothing.
+        where = (
+            f"less than {min(above):g}"
+            if not below or (not row.changed and above)
+            else f"at least {max(below):g}" if not above else f"{max(below):g} to {min(above):g}"
+        )
         said.append(f"{_named(row.mechanism)} {where}")
     return f"Logit noise of standard deviation {scale} of the texts. On that scale: {'; '.join(said)}."
 
@@ -201,10 +273,15 @@ def planted_verdict(measured: Measured, planted: pd.DataFrame, tier: str, prefix
     noise = measured.choices[(measured.choices.mechanism == "planted") & (measured.choices.concurrency > 0)]
     steps = planted.rate.diff().dropna()
     return {
-        "id": f"{prefix}planted-ranked", "claim": "Planted perturbations of known size are ranked by their size",
+        "id": f"{prefix}planted-ranked",
+        "claim": "Planted perturbations of known size are ranked by their size",
         "holds": bool((steps >= 0).all() and planted.rate.iloc[-1] > planted.rate.iloc[0]),
-        "value": " < ".join(f"{row.changed}" for row in planted.itertuples()), "expected": "rising with the size", "n": int(planted.requests.sum()),
-        "tier": tier, "negative_control": _worth(measured, "none").events == 0, "positive_control": bool(planted.changed.iloc[-1] > 0),
+        "value": " < ".join(f"{row.changed}" for row in planted.itertuples()),
+        "expected": "rising with the size",
+        "n": int(planted.requests.sum()),
+        "tier": tier,
+        "negative_control": _worth(measured, "none").events == 0,
+        "positive_control": bool(planted.changed.iloc[-1] > 0),
         "occurred": bool(set(noise.planted) == set(planted.planted)),
     }
 
@@ -221,12 +298,17 @@ def amplifier_sentence(amplified: pd.DataFrame, carrier: str) -> str:
         said.append(f"{row.amplifier}: {row.changed} of {row.requests:,}")
     ties = amplified[amplified.mechanisms == "none"].set_index("amplifier")["exact ties alone"]
     tied = ", ".join(f"{count} ({name})" for name, count in ties.items() if count) or "none under any"
-    lines = [f"{_named(carrier)} alone changes, {'; '.join(said)}. Exact ties among the tokens of the prompts alone: {tied}."]
+    lines = [
+        f"{_named(carrier)} alone changes, {'; '.join(said)}. Exact ties among the tokens of the prompts alone: {tied}."
+    ]
     rule, kept = "the same, highest id wins a tie", "storage and logits in bfloat16"
     if {rule, kept} <= set(amplified.amplifier):
         rows = amplified[amplified.mechanisms.str.contains("+", regex=False)].set_index("amplifier")
         low, high = rows.loc[kept], rows.loc[rule]
-        lines.append(f"With all on, the lowest id winning a tie changes {low.changed} of {low.requests:,}, the highest {high.changed} of {high.requests:,}.")
+        lines.append(
+            f"With all on, the lowest id winning a tie changes {low.changed} of {low.requests:,}, the highest"
+            f" {high.changed} of {high.requests:,}."
+        )
     return " ".join(lines)
 
 
@@ -235,7 +317,8 @@ def amplifier_sentence(amplified: pd.DataFrame, carrier: str) -> str:
 
 @lru_cache(maxsize=4)
 def fisher_table(requests: int) -> np.ndarray:
-    """Two-sided p of Fisher's exact test for a of ``requests`` against b of ``requests``: [a, b], each 0 ... requests."""
+    """Two-sided p of Fisher's exact test for a of ``requests`` against b of ``requests``: [a, b], each 0 ...
+    requests."""
     found = np.ones((requests + 1, requests + 1))
     for total in range(2 * requests + 1):
         a = np.arange(max(0, total - requests), min(requests, total) + 1)
@@ -246,18 +329,21 @@ def fisher_table(requests: int) -> np.ndarray:
 
 
 def experiment(rate: float, other: float, requests: int) -> dict[str, float]:
-    """What a comparison of ``requests`` with each rate would show: the chance of p < 0.05 (Fisher), of fewer events in the
-    first, of as many, of more."""
+    """What a comparison of ``requests`` with each rate would show: the chance of p < 0.05 (Fisher), of fewer events in
+    the first, of as many, of more."""
     counts = np.arange(requests + 1)
     joint = np.outer(binom.pmf(counts, requests, rate), binom.pmf(counts, requests, other))
     return {
-        "told apart": float(joint[fisher_table(requests) < 0.05].sum()), "fewer": float(np.triu(joint, 1).sum()),
-        "equal": float(np.trace(joint)), "more": float(np.tril(joint, -1).sum()),
+        "told apart": float(joint[fisher_table(requests) < 0.05].sum()),
+        "fewer": float(np.triu(joint, 1).sum()),
+        "equal": float(np.trace(joint)),
+        "more": float(np.tril(joint, -1).sum()),
     }
 
 
 def retold(measured: Measured, design: Design, requests: int = RETRACTED[2]) -> pd.DataFrame:
-    """The retraction's experiment with our mechanisms: make one invariant, keep the others, serve ``requests`` each time.
+    """The retraction's experiment with our mechanisms: make one invariant, keep the others, serve ``requests`` each
+    time.
 
     Rates are those measured; chances are what ``requests`` on each side would have shown at these rates."""
     before, rows = _worth(measured, _all_on(design)), []
@@ -265,12 +351,18 @@ def retold(measured: Measured, design: Design, requests: int = RETRACTED[2]) -> 
         after = _worth(measured, "+".join(design.but(design.mechanisms, name)) or "none")
         seen = experiment(after.value, before.value, requests)
         gap = after.value != before.value
-        rows.append({
-            "made invariant": name, "changed before": before.value, "changed after": after.value,
-            "p here": chance_of_more(after.events, after.trials, before.events, before.trials), "requests here": after.trials,
-            f"chance that {requests} show it": seen["told apart"], f"chance that {requests} show no fewer": seen["equal"] + seen["more"],
-            "requests needed, each side": requests_to_tell_apart(after.value, before.value, 0.8) if gap else None,
-        })
+        rows.append(
+            {
+                "made invariant": name,
+                "changed before": before.value,
+                "changed after": after.value,
+                "p here": chance_of_more(after.events, after.trials, before.events, before.trials),
+                "requests here": after.trials,
+                f"chance that {requests} show it": seen["told apart"],
+                f"chance that {requests} show no fewer": seen["equal"] + seen["more"],
+                "requests needed, each side": requests_to_tell_apart(after.value, before.value, 0.8) if gap else None,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -281,20 +373,30 @@ def retraction_sentence(told: pd.DataFrame) -> str:
     needed = requests_to_tell_apart(after / n, before / n, 0.8)
     hopeless = told[told[f"chance that {n} show it"] < 0.5]
     return (
-        f"FlashMLA issue 212's author made the kernel invariant and found {after} of {n} texts varying instead of {before} of {n} (p = {p:.2f}). "
-        f"Had the rates really been {after / n:.1%} and {before / n:.1%}, {n} requests of each would have told them apart with a chance of {seen['told apart']:.1%}, and "
-        f"shown no fewer after the repair with one of {seen['equal'] + seen['more']:.0%}; {needed:,} requests of each are needed for 80%. "
-        f"So the count supports no causal claim, nor its opposite. Here, with the rates that we measured, {n} requests would have missed the repair of "
-        f"{len(hopeless)} of {len(told)} mechanisms more often than not ({', '.join(map(_named, hopeless['made invariant'])) or 'none'}).")
+        f"FlashMLA issue 212's author made the kernel invariant and found {after} of {n} texts varying instead of"
+        f" {before} of {n} (p = {p:.2f}). Had the rates really been {after / n:.1%} and {before / n:.1%}, {n} requests"
+        f" of each would have told them apart with a chance of {seen['told apart']:.1%}, and shown no fewer after the"
+        f" repair with one of {seen['equal'] + seen['more']:.0%}; {needed:,} requests of each are needed for 80%. So"
+        f" the count supports no causal claim, nor its opposite. Here, with the rates that we measured, {n} requests"
+        f" would have missed the repair of {len(hopeless)} of {len(told)} mechanisms more often than not"
+        f" ({', '.join(map(_named, hopeless['made invariant'])) or 'none'})."
+    )
 
 
 def retraction_verdict(told: pd.DataFrame, alone: pd.DataFrame, prefix: str = "04.") -> dict:
     after, before, n = RETRACTED
     p = chance_of_more(after, n, before, n)
     return {
-        "id": f"{prefix}one-against-two", "claim": f"{after} of {n} against {before} of {n} does not tell a repair from chance", "holds": p > 0.05,
-        "value": p, "expected": "p > 0.05", "n": 2 * n, "tier": "recorded-gpu", "negative_control": chance_of_more(before, n, before, n) == 1,
-        "positive_control": chance_of_more(after, n, 10 * before, n) < 0.05, "occurred": bool((alone["margins moved"] > 0).any()),
+        "id": f"{prefix}one-against-two",
+        "claim": f"{after} of {n} against {before} of {n} does not tell a repair from chance",
+        "holds": p > 0.05,
+        "value": p,
+        "expected": "p > 0.05",
+        "n": 2 * n,
+        "tier": "recorded-gpu",
+        "negative_control": chance_of_more(before, n, before, n) == 1,
+        "positive_control": chance_of_more(after, n, 10 * before, n) < 0.05,
+        "occurred": bool((alone["margins moved"] > 0).any()),
     }
 
 
@@ -372,7 +474,8 @@ def recorded_sentence(runs: list[RecordedRun]) -> str:
 
 
 def recorded_off() -> list[tuple[str, str, pd.DataFrame]]:
-    """(tier, source, table) of runs in which every mechanism was off, by concurrency: on a GPU, and modelled on a CPU."""
+    """(tier, source, table) of runs in which every mechanism was off, by concurrency: on a GPU, and modelled on a
+    CPU."""
     found = []
     for ffn in ("moe", "dense"):
         for tier in ("live-gpu", "emulated"):
@@ -381,15 +484,24 @@ def recorded_off() -> list[tuple[str, str, pd.DataFrame]]:
                 row = measured.part("load").iloc[0]
                 where = f"on {row.gpu}" if tier == "live-gpu" else "modelled on a CPU"
                 loads = load_table(measured)
-                found.append(("recorded-gpu" if tier == "live-gpu" else tier, f"{row.label}, {where}, {row.date}, commit {row.commit}", loads[loads.on == "none"]))
+                found.append(
+                    (
+                        "recorded-gpu" if tier == "live-gpu" else tier,
+                        f"{row.label}, {where}, {row.date}, commit {row.commit}",
+                        loads[loads.on == "none"],
+                    )
+                )
     return found
 
 
 def off_sentence(table: pd.DataFrame) -> str:
     rate = Rate(int(table.changed.sum()), int(table.requests.sum()))
     worst = Rate(0, int(table.requests.min())).interval[1]
-    return (f"All off: {rate} requests changed, at least {int(table.requests.min()):,} at each of concurrency {', '.join(map(str, table.concurrency))}, "
-            f"and the margins of {table['margins moved'].max():.0%} of the tokens moved; at one concurrency a rate of up to {worst:.2%} would be missed.")
+    return (
+        f"All off: {rate} requests changed, at least {int(table.requests.min()):,} at each of concurrency"
+        f" {', '.join(map(str, table.concurrency))}, and the margins of {table['margins moved'].max():.0%} of the"
+        f" tokens moved; at one concurrency a rate of up to {worst:.2%} would be missed."
+    )
 
 
 def conclusion(measured: Measured, design: Design, alone: pd.DataFrame, shares: pd.DataFrame) -> str:
@@ -397,12 +509,18 @@ def conclusion(measured: Measured, design: Design, alone: pd.DataFrame, shares: 
     silent = [row["mechanism"] for _, row in alone.iterrows() if row["margins moved"] > 0 and row["changed"] == 0]
     order = ", ".join(f"{_named(row.mechanism)} ({row.share:.1%})" for row in shares.itertuples())
     off, on = _worth(measured, "none"), _worth(measured, _all_on(design))
-    return "\n".join([
-        f"- **All off: {off} changed. All on: {on}.** Whatever varies under some of the mechanisms is theirs.",
-        f"- **Budget**, in shares of requests: {order}.",
-        f"- **A kernel that varies is not yet the cause.** {', '.join(map(_named, silent)) if silent else 'No mechanism'} moved bits and changed no text here."
-        + "".join(f" With {_named(name)} made invariant and the others on, {_repaired(measured, design, name)} change." for name in silent),
-    ])
+    return "\n".join(
+        [
+            f"- **All off: {off} changed. All on: {on}.** Whatever varies under some of the mechanisms is theirs.",
+            f"- **Budget**, in shares of requests: {order}.",
+            "- **A kernel that varies is not yet the cause.**"
+            f" {', '.join(map(_named, silent)) if silent else 'No mechanism'} moved bits and changed no text here."
+            + "".join(
+                f" With {_named(name)} made invariant and the others on, {_repaired(measured, design, name)} change."
+                for name in silent
+            ),
+        ]
+    )
 
 
 def _repaired(measured: Measured, design: Design, name: str) -> str:

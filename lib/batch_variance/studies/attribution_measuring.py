@@ -1,8 +1,9 @@
-"""Serving what the attribution needs, as one table of counts per cell and prompt, from which everything else is computed.
+"""Serving what the attribution needs, as one table of counts per cell and prompt, from which everything else is
+computed.
 
-A cell belongs to one or more parts: ``budget`` (the coalitions of the design), ``load`` (none and all at each concurrency),
-``amplifiers`` (none, one small mechanism and all under other dtypes), ``planted`` (perturbations of known size and nothing
-else). Cells that several parts want are served once.
+A cell belongs to one or more parts: ``budget`` (the coalitions of the design), ``load`` (none and all at each
+concurrency), ``amplifiers`` (none, one small mechanism and all under other dtypes), ``planted`` (perturbations of known
+size and nothing else). Cells that several parts want are served once.
 """
 
 import hashlib
@@ -39,7 +40,8 @@ BASE = "as in the budget"
 class Plan:
     """What to serve. base: settings without mechanisms. carrier: the small mechanism that amplifiers are shown on.
     planted: standard deviations of logit noise. cycle: how many prompts there are: at concurrency 1 each is asked once,
-    as more would be the same again. off_only: ``load`` leaves out the cells with all on, and serves every cell in full."""
+    as more would be the same again. off_only: ``load`` leaves out the cells with all on, and serves every cell in full.
+    """
 
     design: Design
     base: Settings
@@ -70,7 +72,9 @@ class Plan:
         """Every cell with the parts that it belongs to."""
         found: dict[Cell, list[str]] = {}
 
-        def want(part: str, settings: Settings, seed: int, concurrency: int = self.concurrency, requests: int = self.requests) -> None:
+        def want(
+            part: str, settings: Settings, seed: int, concurrency: int = self.concurrency, requests: int = self.requests
+        ) -> None:
             if part.split(":")[0] in self.parts:
                 found.setdefault(Cell(settings, concurrency, requests, self.tokens, seed), []).append(part)
 
@@ -84,7 +88,10 @@ class Plan:
                 want("load", self.settings(names), first, concurrency, requests)
         for label, changes in self._amplified().items():
             unscaled = changes.get("activations", self.base.activations) == "as computed"
-            kept = [self.design.but(names, "batch_scale") if unscaled else names for names in ((), (self.carrier,), self.design.mechanisms)]
+            kept = [
+                self.design.but(names, "batch_scale") if unscaled else names
+                for names in ((), (self.carrier,), self.design.mechanisms)
+            ]
             for names in dict.fromkeys(kept):
                 want(f"amplifiers:{label}", self.settings(names, **changes), first)
         for size in self.planted:
@@ -97,8 +104,13 @@ class Plan:
 
 def applicable(mechanisms: list[str], ffn: str, activations: str) -> tuple[str, ...]:
     """Those of ``mechanisms`` that can act: a dense FFN has no experts to order, and without a scale none is shared."""
-    return tuple(name for name in MECHANISMS if name in mechanisms
-                 and not (name == "expert_order" and ffn == "dense") and not (name == "batch_scale" and activations == "as computed"))
+    return tuple(
+        name
+        for name in MECHANISMS
+        if name in mechanisms
+        and not (name == "expert_order" and ffn == "dense")
+        and not (name == "batch_scale" and activations == "as computed")
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,13 @@ class Measured:
         return self.prompts[kind == name].reset_index(drop=True)
 
 
-def measure(subject: Subject, plan: Plan, processes: int = 0, so_far: Callable[[Measured], None] | None = None, progress: bool = True) -> Measured:
+def measure(
+    subject: Subject,
+    plan: Plan,
+    processes: int = 0,
+    so_far: Callable[[Measured], None] | None = None,
+    progress: bool = True,
+) -> Measured:
     """Serve the plan. so_far: called with what is complete after each cell, its choices and steps still empty."""
     wanted = plan.cells()
     complete: list[pd.DataFrame] = []
@@ -131,21 +149,33 @@ def measure(subject: Subject, plan: Plan, processes: int = 0, so_far: Callable[[
 
 def _prompts(served: Served, wanted: dict[Cell, list[str]]) -> pd.DataFrame:
     groups = {key: frame for key, frame in served.requests.groupby(list(CELL_COLUMNS), sort=False)}
-    table = pd.concat([by_prompt(groups[tuple(cell.columns().values())], parts) for cell, parts in wanted.items()], ignore_index=True)
+    table = pd.concat(
+        [by_prompt(groups[tuple(cell.columns().values())], parts) for cell, parts in wanted.items()], ignore_index=True
+    )
     settings = [name for name in CELL_COLUMNS if name in served.solo and name != "planted"]
     alone = served.solo.assign(
         solo_text=[hashlib.sha256(repr(text).encode()).hexdigest()[:12] for text in served.solo.text],
         solo_ties=[sum(margin == 0 for margin in margins) for margins in served.solo.margins],
     )
-    return table.merge(alone[[*settings, "prompt", "solo_text", "solo_ties"]], on=[*settings, "prompt"], how="left", validate="many_to_one")
+    return table.merge(
+        alone[[*settings, "prompt", "solo_text", "solo_ties"]],
+        on=[*settings, "prompt"],
+        how="left",
+        validate="many_to_one",
+    )
 
 
 def by_prompt(requests: pd.DataFrame, parts: list[str]) -> pd.DataFrame:
-    """One cell's requests as a row a (part, prompt): requests, changed, compared and margins_moved (tokens), largest_move
-    (logits), exact_ties, co_resident_rows (mean), and the text alone, where joined, by its hash."""
+    """One cell's requests as a row a (part, prompt): requests, changed, compared and margins_moved (tokens),
+    largest_move (logits), exact_ties, co_resident_rows (mean), and the text alone, where joined, by its hash."""
     rows = requests.groupby([*CELL_COLUMNS, "prompt"], sort=False, as_index=False).agg(
-        requests=("request", "size"), changed=("changed", "sum"), compared=("compared", "sum"), margins_moved=("margins_moved", "sum"),
-        largest_move=("largest_move", "max"), exact_ties=("exact_ties", "sum"), co_resident_rows=("co_resident_rows", "mean"),
+        requests=("request", "size"),
+        changed=("changed", "sum"),
+        compared=("compared", "sum"),
+        margins_moved=("margins_moved", "sum"),
+        largest_move=("largest_move", "max"),
+        exact_ties=("exact_ties", "sum"),
+        co_resident_rows=("co_resident_rows", "mean"),
     )
     return pd.concat([rows.assign(part=part) for part in parts], ignore_index=True)
 
@@ -156,8 +186,8 @@ def prefix_of(ffn: str, tier: str) -> str:
 
 
 def save(subject: Subject, label: str, plan: Plan, measured: Measured, folder: str | Path) -> list[Path]:
-    """Write the tables as ``<folder>/attribution_<ffn>_<table>.csv`` (``attribution_cpu_...`` without a GPU) with what ran
-    beside every row; "" writes none.
+    """Write the tables as ``<folder>/attribution_<ffn>_<table>.csv`` (``attribution_cpu_...`` without a GPU) with what
+    ran beside every row; "" writes none.
 
     A part replaces its own older rows and leaves other parts', so that parts can be run one by one.
     """
@@ -198,8 +228,14 @@ def recorded(ffn: str, tier: str = "live-gpu") -> Measured | None:
 def stamp_of(subject: Subject, label: str, plan: Plan) -> dict:
     """Columns that say what ran; the design's among them, so that a recorded table can be analysed as it was served."""
     return {
-        "ffn": subject.ffn, "model": subject.model, "label": label, "tier": subject.tier, "design": plan.design.kind,
-        "orders": plan.design.orders, "design_seed": plan.design.seed, "studied": "+".join(plan.design.mechanisms),
+        "ffn": subject.ffn,
+        "model": subject.model,
+        "label": label,
+        "tier": subject.tier,
+        "design": plan.design.kind,
+        "orders": plan.design.orders,
+        "design_seed": plan.design.seed,
+        "studied": "+".join(plan.design.mechanisms),
         "carrier": plan.carrier,
     }
 

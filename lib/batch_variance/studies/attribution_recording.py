@@ -1,7 +1,7 @@
 """Serves the attribution study from a shell and writes its counts under ``data/recorded``, part by part.
 
     python -m batch_variance.studies.attribution_recording data/recorded --device cuda --ffn moe
-    python -m batch_variance.studies.attribution_recording data/recorded --device cuda --ffn moe --parts planted amplifiers
+    python -m batch_variance.studies.attribution_recording data/recorded --device cuda --parts planted amplifiers
     python -m batch_variance.studies.attribution_recording data/recorded --device cpu --ffn dense --off --tokens 4
 
 The tables are rewritten after every cell, so what was served before an interruption is kept. ``--off`` serves all
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m batch_variance.studies.attribution_recording", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m batch_variance.studies.attribution_recording", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("folder", help="where the tables go, or are")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -69,7 +71,9 @@ def _run(given: argparse.Namespace) -> int:
     if given.count:
         print(steps_sentence(plan, given.prompts))
         return 0
-    subject = Subject.of(given.model, given.ffn, given.experts, given.top_k, "clustered", device, many_prompts(given.prompts))
+    subject = Subject.of(
+        given.model, given.ffn, given.experts, given.top_k, "clustered", device, many_prompts(given.prompts)
+    )
     kind = "dense" if given.ffn == "dense" else f"derived: FFN split into {given.experts} experts, top {given.top_k}"
     begun = time.monotonic()
 
@@ -79,27 +83,52 @@ def _run(given: argparse.Namespace) -> int:
     measured = measuring.measure(subject, plan, given.processes, keep)
     keep(measured)
     changed, served = int(measured.prompts.changed.sum()), int(measured.prompts.requests.sum())
-    print(f"{served:,} requests (a cell counts in each of its parts), {changed:,} changed, {int(measured.steps.steps.sum()):,} steps, "
-          f"{time.monotonic() - begun:.0f} s")
+    print(
+        f"{served:,} requests (a cell counts in each of its parts), {changed:,} changed,"
+        f" {int(measured.steps.steps.sum()):,} steps, {time.monotonic() - begun:.0f} s"
+    )
     return 0
 
 
 def _plan(given: argparse.Namespace) -> Plan:
-    design = Design(applicable(given.mechanisms, given.ffn, given.activations), given.design, given.orders if given.design == "orders" else 0)
-    base = Settings(storage=given.storage, logits=given.logits, activations=given.activations, threshold=given.threshold)
+    design = Design(
+        applicable(given.mechanisms, given.ffn, given.activations),
+        given.design,
+        given.orders if given.design == "orders" else 0,
+    )
+    base = Settings(
+        storage=given.storage, logits=given.logits, activations=given.activations, threshold=given.threshold
+    )
     levels = tuple(given.concurrencies or (OFF_CONCURRENCIES if given.off else (1, 8, 32, 64)))
     return Plan(
-        design, base, given.concurrency, levels, given.requests, given.tokens, tuple(given.seeds), tuple(AMPLIFIERS), given.carrier,
-        tuple(given.planted), ("load",) if given.off else tuple(given.parts), given.prompts, given.off,
+        design,
+        base,
+        given.concurrency,
+        levels,
+        given.requests,
+        given.tokens,
+        tuple(given.seeds),
+        tuple(AMPLIFIERS),
+        given.carrier,
+        tuple(given.planted),
+        ("load",) if given.off else tuple(given.parts),
+        given.prompts,
+        given.off,
     )
 
 
 def steps_sentence(plan: Plan, prompts: int) -> str:
     """About how many steps a plan takes: full batches of tokens, and one ramp up and down a shard."""
     cells = plan.cells()
-    batch = sum(sum(load.requests * load.max_tokens / load.concurrency + load.max_tokens for _, load in cell.shards()) for cell in cells)
+    batch = sum(
+        sum(load.requests * load.max_tokens / load.concurrency + load.max_tokens for _, load in cell.shards())
+        for cell in cells
+    )
     alone = len({(cell.alone, cell.tokens) for cell in cells}) * prompts * plan.tokens
-    return f"{len(cells)} cells, {sum(cell.requests for cell in cells):,} requests: about {batch:,.0f} steps in batches and {alone:,} alone."
+    return (
+        f"{len(cells)} cells, {sum(cell.requests for cell in cells):,} requests: about {batch:,.0f} steps in batches"
+        f" and {alone:,} alone."
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
     subject = Subject.of("smollm2-135m-instruct", ffn="moe", device="cuda", prompts=many_prompts(32))
     cells = [Cell(Settings(Mechanisms.only(name)), concurrency=32, requests=1000, tokens=24) for name in MECHANISMS]
     served = serve_cells(subject, cells)
-    served.requests    # a row a request: the cell's columns, prompt, text, first_divergence, margins, co_resident_rows ...
+    served.requests    # a row a request: the cell's columns, prompt, text, first_divergence, margins and more
     served.solo        # a row a (settings, prompt): the text alone
     served.choices     # a row a (cell or solo, kind of step, mechanism, choice): how often a step made it
 
-Requests of a cell are served in shards, each a closed loop of its own with its own arrival seed, so that workers can share
-a cell. How many workers there are changes nothing but the time. Cells that differ in settings only share their arrivals.
+Requests of a cell are served in shards, each a closed loop of its own with its own arrival seed, so that workers can
+share a cell. How many workers there are changes nothing but the time. Cells that differ in settings only share their
+arrivals.
 """
 
 import multiprocessing
@@ -27,7 +28,17 @@ from tqdm.auto import tqdm
 from ..common import BadInput
 from ..common.devices import simulated_tier
 from ..engine import (
-    DEFAULT_MODEL, ChatTokenizer, EngineConfig, Load, Run, Settings, Weights, build, hf_folder, load_weights, serve,
+    DEFAULT_MODEL,
+    ChatTokenizer,
+    EngineConfig,
+    Load,
+    Run,
+    Settings,
+    Weights,
+    build,
+    hf_folder,
+    load_weights,
+    serve,
 )
 from ..engine.experts import split_for
 from ..kernels.sets import KernelSet, kernel_set
@@ -52,11 +63,27 @@ class Subject:
     prompts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, model: str = DEFAULT_MODEL, ffn: str = "moe", experts: int = 16, top_k: int = 12, expert_split: str = "clustered",
-           device: str = "cpu", prompts: list[str] = ()) -> Self:
+    def of(
+        cls,
+        model: str = DEFAULT_MODEL,
+        ffn: str = "moe",
+        experts: int = 16,
+        top_k: int = 12,
+        expert_split: str = "clustered",
+        device: str = "cpu",
+        prompts: list[str] = (),
+    ) -> Self:
         """From prompts as texts, which go through the model's chat template. Raises BadInput as the loader does."""
         tokenizer = ChatTokenizer(hf_folder(model))
-        return cls(model, ffn, experts, top_k, expert_split, device, tuple(tuple(tokenizer.chat(text, system="")) for text in prompts))
+        return cls(
+            model,
+            ffn,
+            experts,
+            top_k,
+            expert_split,
+            device,
+            tuple(tuple(tokenizer.chat(text, system="")) for text in prompts),
+        )
 
     @property
     def tier(self) -> str:
@@ -67,7 +94,9 @@ class Subject:
         device, folder = torch.device(self.device), hf_folder(self.model)
         split = None
         if self.ffn == "moe":
-            split = split_for(load_weights(folder, device), folder, self.model, self.expert_split, self.experts, self.top_k)
+            split = split_for(
+                load_weights(folder, device), folder, self.model, self.expert_split, self.experts, self.top_k
+            )
         return Loaded(self, load_weights(folder, device, nvfp4=True, split=split), kernel_set(device), {})
 
 
@@ -84,7 +113,9 @@ class Loaded:
         """Serve these of the subject's prompts; a request's ``prompt`` counts within them."""
         model, changes = build(self.weights, self.kernels, settings, self.segments)
         asked = [list(self.subject.prompts[i]) for i in prompts]
-        config = EngineConfig(max_requests=load.concurrency, max_length=max(map(len, asked)) + load.max_tokens, ignore_eos=True, **changes)
+        config = EngineConfig(
+            max_requests=load.concurrency, max_length=max(map(len, asked)) + load.max_tokens, ignore_eos=True, **changes
+        )
         return serve(model, asked, load, config)
 
 
@@ -99,11 +130,20 @@ class Cell:
     seed: int = 0
 
     def shards(self) -> list[tuple[int, Load]]:
-        """(number of its first request, load): closed loops that make up the cell, long enough to be full most of the time."""
+        """(number of its first request, load): closed loops that make up the cell, long enough to be full most of the
+        time."""
         count = max(1, round(self.requests / max(64, 6 * self.concurrency)))
         edges = [self.requests * i // count for i in range(count + 1)]
         return [
-            (start, Load(min(self.concurrency, stop - start), stop - start, self.tokens, seed=(self.seed * 1009 + self.concurrency) * 1009 + i))
+            (
+                start,
+                Load(
+                    min(self.concurrency, stop - start),
+                    stop - start,
+                    self.tokens,
+                    seed=(self.seed * 1009 + self.concurrency) * 1009 + i,
+                ),
+            )
             for i, (start, stop) in enumerate(zip(edges, edges[1:]))
         ]
 
@@ -114,12 +154,20 @@ class Cell:
 
     def columns(self) -> dict:
         """Its values of CELL_COLUMNS."""
-        return setting_columns(self.settings) | {"max_tokens": self.tokens, "concurrency": self.concurrency, "seed": self.seed}
+        return setting_columns(self.settings) | {
+            "max_tokens": self.tokens,
+            "concurrency": self.concurrency,
+            "seed": self.seed,
+        }
 
 
 def setting_columns(settings: Settings) -> dict:
     """SETTING_COLUMNS of a table: the settings' fields, mechanisms as their names joined by +."""
-    return {name: str(value) if name == "mechanisms" else value for name in SETTING_COLUMNS for value in [getattr(settings, name)]}
+    return {
+        name: str(value) if name == "mechanisms" else value
+        for name in SETTING_COLUMNS
+        for value in [getattr(settings, name)]
+    }
 
 
 @dataclass(frozen=True)
@@ -142,8 +190,13 @@ class Served:
     steps: pd.DataFrame
 
 
-def serve_cells(subject: Subject, cells: list[Cell], processes: int = 0, done: Callable[[Cell, pd.DataFrame], None] | None = None,
-                progress: bool = True) -> Served:
+def serve_cells(
+    subject: Subject,
+    cells: list[Cell],
+    processes: int = 0,
+    done: Callable[[Cell, pd.DataFrame], None] | None = None,
+    progress: bool = True,
+) -> Served:
     """Serve every cell, and every prompt alone once for each of the cells' settings.
 
     processes: workers; 0 takes what suits the device (`workers_for`). done: called with each cell and its requests as
@@ -151,13 +204,21 @@ def serve_cells(subject: Subject, cells: list[Cell], processes: int = 0, done: C
     as `serve` does.
     """
     if not cells or not subject.prompts or len(set(cells)) < len(cells):
-        raise BadInput(f"{len(cells)} cells over {len(subject.prompts)} prompts: give at least one of each, and no cell twice.")
+        raise BadInput(
+            f"{len(cells)} cells over {len(subject.prompts)} prompts: give at least one of each, and no cell twice."
+        )
     for cell in cells:
         if min(cell.concurrency, cell.requests, cell.tokens) < 1:
-            raise BadInput(f"a cell of {cell.requests} requests of {cell.tokens} tokens at concurrency {cell.concurrency}: each must be at least 1.")
+            raise BadInput(
+                f"a cell of {cell.requests} requests of {cell.tokens} tokens at concurrency {cell.concurrency}: each"
+                " must be at least 1."
+            )
     tasks = _tasks(subject, cells)
     found: dict[tuple, list] = {}
-    with _workers(subject, processes, len(tasks)) as pool, tqdm(total=len(tasks), desc="serving", disable=not progress, mininterval=1.0) as bar:
+    with (
+        _workers(subject, processes, len(tasks)) as pool,
+        tqdm(total=len(tasks), desc="serving", disable=not progress, mininterval=1.0) as bar,
+    ):
         waiting: dict[Future, tuple] = {pool.submit(_run, subject, task): task for task in tasks}
         try:
             for future in as_completed(waiting):
@@ -200,10 +261,17 @@ def never_alone(choices: pd.DataFrame) -> pd.DataFrame:
 def _tasks(subject: Subject, cells: list[Cell]) -> list[tuple]:
     """Longest first, so that no worker is left with a long one at the end."""
     shards = [(cell, index) for cell in cells for index in range(len(cell.shards()))]
-    alone = [(settings, tokens, prompts) for settings, tokens in dict.fromkeys((cell.alone, cell.tokens) for cell in cells)
-             for prompts in _solo_prompts(subject)]
+    alone = [
+        (settings, tokens, prompts)
+        for settings, tokens in dict.fromkeys((cell.alone, cell.tokens) for cell in cells)
+        for prompts in _solo_prompts(subject)
+    ]
     steps = {task: len(task[2]) * task[1] for task in alone}
-    steps |= {task: load.requests * load.max_tokens / load.concurrency for task in shards for load in [task[0].shards()[task[1]][1]]}
+    steps |= {
+        task: load.requests * load.max_tokens / load.concurrency
+        for task in shards
+        for load in [task[0].shards()[task[1]][1]]
+    }
     return sorted(steps, key=steps.get, reverse=True)
 
 
@@ -225,10 +293,17 @@ def _run(subject: Subject, task: tuple) -> tuple[list[dict], dict, int]:
         kind = "decode" if any(phase == "decode" for _, _, phase in step.rows) else "prefill"
         for (mechanism, choice), count in step.choices.items():
             choices[kind, mechanism, choice] = choices.get((kind, mechanism, choice), 0) + count
-    rows = [{
-        "request": first + r.number, "prompt": order[r.prompt], "text": tuple(r.output), "margins": tuple(r.margins),
-        "co_resident_rows": float(np.mean(beside[r.number])), "most_rows": max(beside[r.number]),
-    } for r in run.requests]
+    rows = [
+        {
+            "request": first + r.number,
+            "prompt": order[r.prompt],
+            "text": tuple(r.output),
+            "margins": tuple(r.margins),
+            "co_resident_rows": float(np.mean(beside[r.number])),
+            "most_rows": max(beside[r.number]),
+        }
+        for r in run.requests
+    ]
     return rows, choices, len(run.steps)
 
 
@@ -278,8 +353,10 @@ def _start(counter) -> None:
 
 def _parts(subject: Subject, cell: Cell) -> tuple[list[tuple], list[tuple]]:
     """The tasks that serve a cell, and those that serve its prompts alone."""
-    return ([(cell, i) for i in range(len(cell.shards()))],
-            [(cell.alone, cell.tokens, prompts) for prompts in _solo_prompts(subject)])
+    return (
+        [(cell, i) for i in range(len(cell.shards()))],
+        [(cell.alone, cell.tokens, prompts) for prompts in _solo_prompts(subject)],
+    )
 
 
 def _solo_prompts(subject: Subject) -> list[tuple[int, ...]]:
@@ -298,7 +375,9 @@ def _tell(subject: Subject, cells: list[Cell], found: dict, last: tuple, done: C
 def _requests(subject: Subject, cell: Cell, found: dict) -> pd.DataFrame:
     shards, alone = _parts(subject, cell)
     solo = {row["prompt"]: row for task in alone for row in found[task][0]}
-    return pd.DataFrame([cell.columns() | row | _compared(row, solo[row["prompt"]]) for task in shards for row in found[task][0]])
+    return pd.DataFrame(
+        [cell.columns() | row | _compared(row, solo[row["prompt"]]) for task in shards for row in found[task][0]]
+    )
 
 
 def _compared(row: dict, alone: dict) -> dict:
@@ -306,8 +385,12 @@ def _compared(row: dict, alone: dict) -> dict:
     shared = len(row["text"]) if split < 0 else split
     moves = [abs(a - b) for a, b in zip(alone["margins"][:shared], row["margins"][:shared])]
     return {
-        "first_divergence": split, "changed": split >= 0, "compared": shared, "margins_moved": sum(move > 0 for move in moves),
-        "largest_move": max(moves, default=0.0), "exact_ties": sum(margin == 0 for margin in row["margins"]),
+        "first_divergence": split,
+        "changed": split >= 0,
+        "compared": shared,
+        "margins_moved": sum(move > 0 for move in moves),
+        "largest_move": max(moves, default=0.0),
+        "exact_ties": sum(margin == 0 for margin in row["margins"]),
     }
 
 
@@ -316,7 +399,11 @@ def _tables(subject: Subject, cells: list[Cell], found: dict) -> Served:
     for settings, tokens in dict.fromkeys((cell.alone, cell.tokens) for cell in cells):
         tasks = [(settings, tokens, prompts) for prompts in _solo_prompts(subject)]
         named = setting_columns(settings) | {"max_tokens": tokens}
-        solo += [named | {name: row[name] for name in ("prompt", "text", "margins")} for task in tasks for row in found[task][0]]
+        solo += [
+            named | {name: row[name] for name in ("prompt", "text", "margins")}
+            for task in tasks
+            for row in found[task][0]
+        ]
         choices += _choice_rows(named | {"concurrency": 0, "seed": 0}, [found[task][1] for task in tasks])
         steps.append(named | {"concurrency": 0, "seed": 0, "steps": sum(found[task][2] for task in tasks)})
     for cell in cells:

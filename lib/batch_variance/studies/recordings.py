@@ -10,7 +10,8 @@ from ..common.provenance import GPU_COLUMNS, gpu_columns
 
 
 def save_tables(prefix: str, tables: dict[str, pd.DataFrame], folder: str | Path, stamp: dict) -> list[Path]:
-    """Write each table as ``<folder>/<prefix>_<name>.csv`` with ``stamp`` and the provenance beside every row; "" writes none."""
+    """Write each table as ``<folder>/<prefix>_<name>.csv`` with ``stamp`` and the provenance beside every row; ""
+    writes none."""
     if not folder:
         return []
     columns = stamp | gpu_columns()
@@ -34,5 +35,7 @@ def without_columns(frame: pd.DataFrame, *stamp: str) -> pd.DataFrame:
 def recorded_source(frame: pd.DataFrame) -> str:
     """One sentence on where a recorded table comes from. It must have a column ``label`` among its stamp."""
     row = frame.iloc[0]
-    return (f"Recorded on {row.gpu} (driver {row.driver}, torch {row.torch}, triton {row.triton}) on {row.date}, "
-            f"commit {row.commit}; {row.label}.")
+    return (
+        f"Recorded on {row.gpu} (driver {row.driver}, torch {row.torch}, triton {row.triton}) on {row.date}, "
+        f"commit {row.commit}; {row.label}."
+    )

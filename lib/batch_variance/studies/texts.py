@@ -7,12 +7,26 @@ from ..common import BadInput, data_path
 
 # Together with the shipped prompts, enough different ones that a rate is not that of eight texts.
 ASKED = (
-    "Explain in a few sentences what {} is.", "Give three facts about {}.", "Write a short story about {}.",
+    "Explain in a few sentences what {} is.",
+    "Give three facts about {}.",
+    "Write a short story about {}.",
     "What should a beginner know about {}?",
 )
 SUBJECTS = (
-    "the water cycle", "a sailing boat", "photosynthesis", "the city of Rome", "a violin", "chess", "an earthquake", "the human heart",
-    "a railway", "volcanic rock", "honey", "the moon", "a compiler", "public speaking",
+    "the water cycle",
+    "a sailing boat",
+    "photosynthesis",
+    "the city of Rome",
+    "a violin",
+    "chess",
+    "an earthquake",
+    "the human heart",
+    "a railway",
+    "volcanic rock",
+    "honey",
+    "the moon",
+    "a compiler",
+    "public speaking",
 )
 
 
@@ -24,7 +38,9 @@ def read_prompts(path: str) -> list[str]:
     except FileNotFoundError:
         raise BadInput(f"there is no file {file}: give a JSON list of prompts, or '' for the shipped ones.") from None
     except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror}): give a JSON list, or '' for the shipped one.") from None
+        raise BadInput(
+            f"{file} cannot be read ({error.strerror}): give a JSON list, or '' for the shipped one."
+        ) from None
     try:
         found = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -35,7 +51,8 @@ def read_prompts(path: str) -> list[str]:
 
 
 def many_prompts(count: int) -> list[str]:
-    """``count`` different prompts: the shipped ones, then made ones. Raises BadInput below 1 and where there are not so many."""
+    """``count`` different prompts: the shipped ones, then made ones. Raises BadInput below 1 and where there are not so
+    many."""
     shipped = read_prompts("")
     made = [asked.format(subject) for subject in SUBJECTS for asked in ASKED]
     if not 1 <= count <= len(shipped) + len(made):

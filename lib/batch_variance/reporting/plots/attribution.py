@@ -1,4 +1,5 @@
-"""The figures of notebook 04: bits beside texts, the budget, its order by seed, load, planted sizes, amplifiers, the retraction."""
+"""The figures of notebook 04: bits beside texts, the budget, its order by seed, load, planted sizes, amplifiers, the
+retraction."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,10 +30,23 @@ def bits_and_texts(alone: pd.DataFrame, label: str = "") -> Figure:
     fig, (bits, texts) = plt.subplots(1, 2, figsize=(7.2, 0.42 * len(alone) + 1.3), sharey=True)
     place = np.arange(len(alone))[::-1]
     bits.barh(place, alone["margins moved"], color="C1", height=0.6)
-    bits.set(xlim=(0, 1.02), xlabel="tokens whose margin moved", yticks=place, yticklabels=_words(alone.mechanism), title="Bits")
+    bits.set(
+        xlim=(0, 1.02),
+        xlabel="tokens whose margin moved",
+        yticks=place,
+        yticklabels=_words(alone.mechanism),
+        title="Bits",
+    )
     _span(texts, place, alone.changed / alone.requests, alone.low, alone.high, fmt="o", color="C0")
     for y, row in zip(place, alone.itertuples()):
-        texts.annotate(f"{row.changed:,}", (row.changed / row.requests, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
+        texts.annotate(
+            f"{row.changed:,}",
+            (row.changed / row.requests, y),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     texts.set(xlabel="requests whose text changed", title="Text")
     texts.set_xlim(left=min(0.0, texts.get_xlim()[0]))
     for ax in (bits, texts):
@@ -43,16 +57,33 @@ def bits_and_texts(alone: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def budget(shares: pd.DataFrame, label: str = "") -> Figure:
-    """shares: `attribution_design.budget`. A mechanism's share of the changed requests, and its effect switched on or off alone."""
+    """shares: `attribution_design.budget`. A mechanism's share of the changed requests, and its effect switched on or
+    off alone."""
     fig, ax = plt.subplots(figsize=(7.2, 0.55 * len(shares) + 1.2))
     place = np.arange(len(shares))[::-1].astype(float)
-    kinds = (("on alone", 0.24, "^", "C1", "switched on alone"), ("share", 0.0, "o", "C0", "share of the budget"),
-             ("off alone", -0.24, "v", "C2", "switched off alone"))
+    kinds = (
+        ("on alone", 0.24, "^", "C1", "switched on alone"),
+        ("share", 0.0, "o", "C0", "share of the budget"),
+        ("off alone", -0.24, "v", "C2", "switched off alone"),
+    )
     for column, shift, marker, colour, name in kinds:
-        _span(ax, place + shift, shares[column], shares[f"{column} low"], shares[f"{column} high"], fmt=marker, color=colour, label=name,
-              markersize=6 if column == "share" else 5)
+        _span(
+            ax,
+            place + shift,
+            shares[column],
+            shares[f"{column} low"],
+            shares[f"{column} high"],
+            fmt=marker,
+            color=colour,
+            label=name,
+            markersize=6 if column == "share" else 5,
+        )
     ax.axvline(0, color="#333333", linewidth=0.8)
-    ax.set(yticks=place, yticklabels=_words(shares.mechanism), xlabel="share of all requests, with 95% bootstrap intervals over prompts")
+    ax.set(
+        yticks=place,
+        yticklabels=_words(shares.mechanism),
+        xlabel="share of all requests, with 95% bootstrap intervals over prompts",
+    )
     _percent(ax)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     if label:
@@ -70,7 +101,17 @@ def by_seed(seeds: pd.DataFrame, label: str = "") -> Figure:
     for i, (seed, marker) in enumerate(zip(levels, "osD^v<>P" * (1 + len(levels) // 8))):
         part = seeds[seeds.seed == seed].set_index("mechanism").loc[names]
         shift = 0.3 * (0.5 - (i + 0.5) / len(levels))
-        _span(ax, place + shift, part.share, part["share low"], part["share high"], fmt=marker, color=f"C{i}", label=f"seed {seed}", markersize=5)
+        _span(
+            ax,
+            place + shift,
+            part.share,
+            part["share low"],
+            part["share high"],
+            fmt=marker,
+            color=f"C{i}",
+            label=f"seed {seed}",
+            markersize=5,
+        )
     ax.axvline(0, color="#333333", linewidth=0.8)
     ax.set(yticks=place, yticklabels=_words(names), xlabel="share of all requests")
     _percent(ax)
@@ -88,10 +129,18 @@ def load(loads: pd.DataFrame, label: str = "") -> Figure:
         part = loads[loads.on == name].sort_values("concurrency")
         if len(part):
             error = [(part.rate - part.low).clip(lower=0), (part.high - part.rate).clip(lower=0)]
-            ax.errorbar(part.concurrency, part.rate, yerr=error, fmt=f"{marker}-", color=colour, capsize=2.5, label=f"{name} on")
+            ax.errorbar(
+                part.concurrency, part.rate, yerr=error, fmt=f"{marker}-", color=colour, capsize=2.5, label=f"{name} on"
+            )
     levels = sorted(loads.concurrency.unique())
     ax.set_xscale("log", base=2)
-    ax.set(xticks=levels, xticklabels=levels, xlabel="requests in flight", ylabel="requests whose text changed", ylim=(-0.03, 1.03))
+    ax.set(
+        xticks=levels,
+        xticklabels=levels,
+        xlabel="requests in flight",
+        ylabel="requests whose text changed",
+        ylim=(-0.03, 1.03),
+    )
     ax.minorticks_off()
     _percent(ax, "y")
     ax.legend()
@@ -102,18 +151,29 @@ def load(loads: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def planted(table: pd.DataFrame, alone: pd.DataFrame, label: str = "") -> Figure:
-    """table: `studies.attribution.planted_table`. Known sizes against the texts they change, the mechanisms as lines across."""
+    """table: `studies.attribution.planted_table`. Known sizes against the texts they change, the mechanisms as lines
+    across."""
     fig, ax = plt.subplots(figsize=(7.2, 3.4))
     error = [(table.rate - table.low).clip(lower=0), (table.high - table.rate).clip(lower=0)]
     ax.errorbar(table.planted, table.rate, yerr=error, fmt="o-", color="C0", capsize=2.5)
-    rates = alone.assign(rate=alone.changed / alone.requests).groupby("rate", sort=True).mechanism.apply(lambda names: ", ".join(_words(names)))
+    rates = (
+        alone.assign(rate=alone.changed / alone.requests)
+        .groupby("rate", sort=True)
+        .mechanism.apply(lambda names: ", ".join(_words(names)))
+    )
     last = -np.inf
     for rate, names in rates.items():
         ax.axhline(rate, color="#777777", linewidth=0.8, linestyle=":")
         last = max(rate, last + 0.06)  # labels of close rates move up
-        ax.annotate(names, (1.01, last), xycoords=("axes fraction", "data"), va="center", fontsize=8, annotation_clip=False)
+        ax.annotate(
+            names, (1.01, last), xycoords=("axes fraction", "data"), va="center", fontsize=8, annotation_clip=False
+        )
     ax.set_xscale("log")
-    ax.set(xlabel="standard deviation of the planted logit noise", ylabel="requests whose text changed", ylim=(-0.03, max(1.03, last + 0.05)))
+    ax.set(
+        xlabel="standard deviation of the planted logit noise",
+        ylabel="requests whose text changed",
+        ylim=(-0.03, max(1.03, last + 0.05)),
+    )
     _percent(ax, "y")
     if label:
         ax.set_title(label, fontsize=10)
@@ -130,7 +190,9 @@ def amplifiers(table: pd.DataFrame, label: str = "") -> Figure:
     carriers = [name for name in dict.fromkeys(table.mechanisms) if name != "none" and "+" not in name]
     kinds |= {name: (f"{_words([name])[0]} alone", "^", "C1", 0.0) for name in carriers}
     for name, (words, marker, colour, shift) in kinds.items():
-        part = table[table.mechanisms.str.contains("+", regex=False)] if name == "all" else table[table.mechanisms == name]
+        part = (
+            table[table.mechanisms.str.contains("+", regex=False)] if name == "all" else table[table.mechanisms == name]
+        )
         y = np.array([place[a] for a in part.amplifier]) + shift
         _span(ax, y, part.rate, part.low, part.high, fmt=marker, color=colour, label=words, markersize=5)
     ax.set(yticks=list(place.values()), yticklabels=names, xlabel="requests whose text changed", xlim=(-0.03, 1.03))
@@ -143,13 +205,19 @@ def amplifiers(table: pd.DataFrame, label: str = "") -> Figure:
 
 @drawn
 def retold(table: pd.DataFrame, requests: int, label: str = "") -> Figure:
-    """table: `attribution_findings.retold`. How often ``requests`` on each side would have shown what one repair does."""
+    """table: `attribution_findings.retold`. How often ``requests`` on each side would have shown what one repair
+    does."""
     fig, ax = plt.subplots(figsize=(7.2, 0.45 * len(table) + 1.4))
     place = np.arange(len(table))[::-1]
     shown, none = table[f"chance that {requests} show it"], table[f"chance that {requests} show no fewer"]
     ax.barh(place + 0.18, shown, height=0.32, color="C0", label=f"p < 0.05 with {requests} requests on each side")
     ax.barh(place - 0.18, none, height=0.32, color="C1", label="no fewer changed texts after the repair")
-    ax.set(yticks=place, yticklabels=_words(table["made invariant"]), xlim=(0, 1), xlabel="chance, at the rates measured here")
+    ax.set(
+        yticks=place,
+        yticklabels=_words(table["made invariant"]),
+        xlim=(0, 1),
+        xlabel="chance, at the rates measured here",
+    )
     _percent(ax)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=1)
     if label:
