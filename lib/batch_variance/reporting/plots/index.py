@@ -20,19 +20,26 @@ def rates(table: pd.DataFrame) -> Figure:
         mine = (table.dispatch == dispatch).to_numpy()
         error = [(share - table.low)[mine], (table.high - share)[mine]]
         ax.errorbar(
-            share[mine], place[mine], xerr=error, fmt=marker, color=colour, capsize=3, label=f"{dispatch} dispatch"
+            share[mine],
+            place[mine],
+            xerr=error,
+            fmt=marker,
+            color=colour,
+            capsize=3,
+            clip_on=False,
+            label=f"{dispatch} dispatch",
         )
     for y, row in zip(place, table.itertuples()):
         ax.annotate(
             f"{row.events:,} of {row.trials:,}", (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=8
         )
     ax.set_yticks(place, table.subject, fontsize=9)
-    ax.set(
-        xlim=(-0.03, 1.03),
-        ylim=(-0.7, max(len(table), 1) - 0.3),
-        xlabel="share that differs from the same alone (95% interval)",
-    )
-    ax.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16 - 0.6 / max(len(table), 2)), ncols=2)
+    # Shares of a few in a hundred and of nearly all stand on one axis: its root keeps both apart from zero.
+    ax.set_xscale("function", functions=(lambda x: np.sqrt(np.clip(x, 0, None)), np.square))
+    ax.set_xticks([0, 0.01, 0.05, 0.2, 0.5, 1], ["0", "1%", "5%", "20%", "50%", "100%"])
+    ax.set(xlim=(0, 1), ylim=(-0.7, max(len(table), 1) - 0.3))
+    ax.set_xlabel("share that differs from the same alone (95% interval; square-root axis)")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return fig
 
 
