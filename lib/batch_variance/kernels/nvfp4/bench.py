@@ -30,7 +30,7 @@ _FEW = (
     "parallel 16x64x128 w4 s4 swap",
     "parallel 16x64x128 w4 s6 swap",
     "parallel 16x64x64 w4 s6 swap",
-    "parallel 16x32x128 w4 s5",
+    "parallel 16x64x128 w4 s3 swap",
     "parallel 16x128x128 w8 s4 swap",
 )
 _THIRTY = ("parallel 32x64x128 w4 s4 swap", "parallel 32x64x64 w4 s6 swap", "parallel 32x128x128 w8 s4 swap")

@@ -2,7 +2,7 @@
 
 Its arithmetic is gllm's GEMM but for the tensor scale, which multiplies the sum, so that the unpacked weights are
 exact. The class is the plain GEMM's (``gemm/invariant.py``): segments by (N, K) alone; configurations are chosen by
-M inside it.
+M inside it. Unpacked weights add one condition (`in_class`): the tensor core's first operand has 64 rows or more.
 """
 
 import torch
@@ -37,13 +37,25 @@ def configuration(M: int, N: int, K: int) -> Config:
     return chosen("nvfp4", DEFAULTS, M, N, K)
 
 
+def in_class(config: Config) -> bool:
+    """Whether the configuration adds products in the class's groups of 16 neighbours.
+
+    A first operand of 64 rows or more becomes the warp-group instruction, whose operands Triton keeps in the order of
+    k. A smaller one becomes the warp's instruction, and there Triton spreads operands that were unpacked from bytes
+    over several instructions (``kWidth`` 8 in its layout, where plain bfloat16 has 2): each then adds 16 products
+    from far apart, which is another tree.
+    """
+    return (config.block_n if config.swap else config.block_m) >= 64
+
+
 def matmul(
     x: torch.Tensor, weight: NVFP4Tensor, config: Config | None = None, count: int | None = None, operand=None
 ) -> torch.Tensor:
     """float32 [M, N] from x [M, K] (float32, bfloat16 or float16; rounded to bfloat16) and an NVFP4 weight [N, K].
 
     config and count override the table's configuration and the number of segments; operand overrides the products'
-    dtype, for the interpreter, whose bfloat16 is wrong. Raises BadInput where shapes or dtypes do not fit.
+    dtype, for the interpreter, whose bfloat16 is wrong, and lets any configuration run. Raises BadInput where shapes or
+    dtypes do not fit, or the configuration is outside the class.
     """
     import triton.language as tl
 
@@ -59,6 +71,11 @@ def matmul(
     count = segments(N, K) if count is None else count
     length = segment_steps(K, count)
     config = config or configuration(M, N, K)
+    if operand is None and not in_class(config):
+        raise BadInput(
+            f"configuration '{config}' adds in another order: the first operand (block_n under swap, else block_m) "
+            "needs 64 rows or more."
+        )
     if M > 64 and operand is None:
         x = x.to(torch.bfloat16)  # the rounding that the kernel would do, once and not for every tile of n
     tensors = (x.contiguous(), weight.codes, weight.block_scale, weight.tensor_scale, y)
