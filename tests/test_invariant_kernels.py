@@ -223,6 +223,16 @@ def test_the_fused_norm_that_cuda_dispatches(dtype):
     assert use._rms_norm(x, [8, 12], w, 1e-5) is None and use._rms_norm(x.double(), [96], None, 1e-5) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_norms_own_epsilon_is_torchs(dtype):
+    x = (0.05 * torch.randn(8, 96, generator=torch.Generator().manual_seed(4))).to(dtype)
+    found = use._rms_norm(x, [96], None, None)[0].double()
+    theirs = torch.nn.functional.rms_norm(x, (96,)).double()
+    assert ((found - theirs).abs() <= 2 * torch.finfo(dtype).eps * (1 + theirs.abs())).all()
+    wide = torch.nn.functional.rms_norm(x.double(), (96,), eps=torch.finfo(torch.bfloat16).eps)
+    assert (theirs - wide).abs().max() > 0.5  # an epsilon of bfloat16's would be seen
+
+
 def test_by_default_the_same_model_does_not_keep_it():
     model, x = _model(torch.float32), torch.randn(40, 576, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

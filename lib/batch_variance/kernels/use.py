@@ -155,11 +155,12 @@ def _reduce(operation):
 
 
 def _rms_norm(x, normalized_shape, weight=None, eps=None):
-    """(y, 1 / root mean square), as torch's fused operation on CUDA gives them."""
+    """(y, 1 / root mean square), as torch's fused operation on CUDA gives them. eps: None is float32's, the dtype in
+    which torch computes, and not that of x."""
     if list(normalized_shape) != [x.shape[-1]] or not _usable(x, *([] if weight is None else [weight])):
         return None
     wide = x.float()
-    inverse = torch.rsqrt(rows.mean(wide * wide) + (torch.finfo(x.dtype).eps if eps is None else eps)).unsqueeze(-1)
+    inverse = torch.rsqrt(rows.mean(wide * wide) + (torch.finfo(wide.dtype).eps if eps is None else eps)).unsqueeze(-1)
     y = wide * inverse
     return (y if weight is None else y * weight.float()).to(x.dtype), inverse
 
