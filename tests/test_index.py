@@ -110,7 +110,8 @@ def test_rates_are_the_tables_sums_with_exact_intervals(folder):
 
 
 def test_each_mechanism_alone_has_its_rate(folder):
-    """Of the part that shares changes out: none, one at a time and all; not the pairs, and not another part."""
+    """Of the part that shares changes out: none, one at a time and all; not the pairs, and not another part. Then of the
+    one that keeps values in bfloat16."""
     counts = (("none", 0), ("split_k", 2), ("row_threshold", 5), ("split_k+row_threshold", 9), ("a+b", 1))
     rows = [
         {
@@ -125,6 +126,8 @@ def test_each_mechanism_alone_has_its_rate(folder):
         for name, changed in counts
         for prompt in range(2)
     ]
+    narrow = {"part": "amplifiers:storage in bfloat16", "mechanisms": "split_k", "prompt": 0, "requests": 20, "changed": 7}
+    rows.append(narrow | {"studied": "split_k+row_threshold"})
     pd.DataFrame(rows).assign(tier="live-gpu", **GPU).to_csv(folder / "attribution_moe_prompts.csv", index=False)
     found = study.rates(Recorded(folder))
     mine = found[found.table == "attribution_moe_prompts"]
@@ -133,6 +136,7 @@ def test_each_mechanism_alone_has_its_rate(folder):
         ["text of a request, split k alone, moe", "default", 4, 20],
         ["text of a request, row threshold alone, moe", "default", 10, 20],
         ["text of a request, all mechanisms together, moe", "default", 18, 20],
+        ["text of a request, split k alone, moe, bfloat16 storage", "default", 7, 20],
     ]
     assert set(mine.tier) == {"recorded-gpu"}
 

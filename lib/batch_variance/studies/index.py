@@ -4,6 +4,7 @@ It computes nothing but sums, rates and geometric means of recorded tables, and 
 missing table would have said is then among the things not known.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -142,20 +143,26 @@ def _concurrency_rates(found: Recorded):
             )
 
 
+# Parts of the attribution's table, and what their settings are called here.
+_ATTRIBUTED = {"budget": "", "amplifiers:storage in bfloat16": ", bfloat16 storage"}
+
+
 def _attribution_rates(found: Recorded):
-    """Each mechanism alone on, all on, and none on, from the part of the table that shares changed texts out."""
-    for ffn in ("moe", "dense"):
+    """Each mechanism alone on, all on, and none on, from the part of the table that shares changed texts out, and from
+    the one that keeps every value in bfloat16."""
+    for ffn, (kind, named) in itertools.product(("moe", "dense"), _ATTRIBUTED.items()):
         name = f"attribution_{ffn}_prompts"
         table = found.table(name)
-        budget = table[table.part == "budget"] if len(table) else table
-        for mechanisms, part in budget.groupby("mechanisms", sort=False) if len(budget) else ():
+        chosen = table[table.part == kind] if len(table) else table
+        for mechanisms, part in chosen.groupby("mechanisms", sort=False) if len(chosen) else ():
             if mechanisms == part.studied.iloc[0]:
-                mechanisms = "all mechanisms together"
+                what = "all mechanisms together"
             elif "+" in mechanisms:
                 continue
-            subject = f"text of a request, {mechanisms.replace('_', ' ')}{'' if ' ' in mechanisms else ' alone'}, {ffn}"
+            else:
+                what = "no mechanism" if mechanisms == "none" else f"{mechanisms.replace('_', ' ')} alone"
             dispatch = "invariant" if mechanisms == "none" else "default"
-            subject = f"text of a request, no mechanism, {ffn}" if mechanisms == "none" else subject
+            subject = f"text of a request, {what}, {ffn}{named}"
             yield _rate(subject, dispatch, part.changed.sum(), part.requests.sum(), tier_of(part.iloc[0]), name)
 
 
