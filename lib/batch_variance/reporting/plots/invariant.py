@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from ..drawings import drawn
 
@@ -85,15 +86,48 @@ def errors(frame: pd.DataFrame) -> Figure:
 
 
 @drawn
-def ratios(frame: pd.DataFrame, default: str) -> Figure:
-    """frame: `studies.invariant.recorded_ratios`. Time over the default's against rows, a line a shape."""
+def ratios(frame: pd.DataFrame, default: str, goal: float | None = None) -> Figure:
+    """frame: `studies.invariant.recorded_ratios`. Time over the default's against rows, a line a shape; goal: a ratio
+    that no point should exceed."""
     fig, ax = plt.subplots(figsize=(7.2, 3.2))
     for (shape, part), marker in zip(frame.groupby("shape", sort=False), "osD^vP*X"):
         part = part.sort_values("m")
         ax.plot(part.m, part.ratio, f"-{marker}", markersize=5, label=shape)
     ax.axhline(1, color="#7F7F7F", linewidth=1)
+    if goal is not None:
+        ax.axhline(goal, color="#7F7F7F", linewidth=1, linestyle="--", label=f"goal for every point: {goal:g}")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set(xlabel="rows", ylabel=f"time over {default}'s")
     ax.legend(ncols=2, fontsize=8)
+    return fig
+
+
+@drawn
+def times_and_limit(frame: pd.DataFrame, default: str) -> Figure:
+    """frame: `studies.invariant_costs.against_limit`. Microseconds against rows, a panel a shape: default, invariant,
+    and the device's limit."""
+    panels = list(frame.groupby("shape", sort=False))
+    lines = -(-len(panels) // 2)
+    fig, axes = plt.subplots(lines, 2, figsize=(7.2, 2.3 * lines), squeeze=False, sharex=True)
+    for ax, (shape, part) in zip(axes.flat, panels):
+        part = part.sort_values("m")
+        ax.plot(part.m, part.limit, color="#7F7F7F", linewidth=1, linestyle="--", label="limit")
+        ax.plot(part.m, part.default, "-o", color="#E69F00", markersize=4, label=default)
+        ax.plot(part.m, part.invariant, "-s", color="#0072B2", markersize=4, label="invariant")
+        ax.set(title=f"weight {shape}")
+        ax.title.set_fontsize(10)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_formatter(lambda value, _: "")
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel("rows")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("microseconds")
+    axes[0, 0].legend(fontsize=8)
     return fig

@@ -1,0 +1,190 @@
+"""What the recorded timings of the invariant matmuls say: against the default, against the goal, against the limit of
+the device, and what the tuner's own timings give as the reason where a goal is missed.
+
+The limit is the larger of two times: bytes that must be moved over the bandwidth of a copy, and FLOPs over the rate
+of bfloat16 matrix products. Both rates were measured on an NVIDIA H200; neither is a data sheet's.
+"""
+
+import numpy as np
+import pandas as pd
+
+from ..common import data_path
+from .invariant import geometric_mean, recorded, recorded_ratios
+
+COPY_RATE = 4.3  # TB/s, read and written together, of a large device-to-device copy
+MATRIX_RATE = 790.0  # TFLOP/s of a large bfloat16 matmul on random values
+PROCESSORS = 132  # multiprocessors of an H200
+WEIGHT_BYTES = {"gemm": 2.0, "nvfp4": 0.5625}  # a weight; an NVFP4 code and its share of a block scale
+VALUE_BYTES = {"gemm": 2, "nvfp4": 4}  # an activation or result
+MEAN_GOAL, WORST_GOAL = 1.00, 1.15  # of the GEMM's time over the library's: geometric mean, and any point
+
+
+def weight_of(shape: str) -> tuple[int, int]:
+    """(N, K) of a recorded shape such as "N4096 K7168"."""
+    n, k = shape.split()
+    return int(n[1:]), int(k[1:])
+
+
+def against_limit(name: str) -> pd.DataFrame | None:
+    """shape, m, default, invariant and limit (microseconds), ratio, bound ("bandwidth" or "arithmetic"), of_limit
+    (share of the limit that the invariant kernel reaches), default_of_limit; None where not recorded."""
+    frame = recorded_ratios(name)
+    if frame is None:
+        return None
+    rows = []
+    for one in frame.itertuples():
+        n, k = weight_of(one.shape)
+        moved = WEIGHT_BYTES[name] * n * k + VALUE_BYTES[name] * one.m * (n + k)
+        times = {"bandwidth": moved / COPY_RATE / 1e6, "arithmetic": 2 * one.m * n * k / MATRIX_RATE / 1e6}
+        bound = max(times, key=times.__getitem__)
+        limit = times[bound]
+        rows.append(
+            {
+                "shape": one.shape,
+                "m": one.m,
+                "default": one.baseline,
+                "invariant": one.value,
+                "ratio": one.ratio,
+                "limit": limit,
+                "bound": bound,
+                "of_limit": limit / one.value,
+                "default_of_limit": limit / one.baseline,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def limit_sentence(frame: pd.DataFrame) -> str:
+    """Shares of the limit that both reach, by what bounds them. frame: `against_limit`."""
+    parts = [
+        f"{bound}, {len(mine)} points: {geometric_mean(mine.of_limit):.0%} "
+        f"(the default {geometric_mean(mine.default_of_limit):.0%})"
+        for bound, mine in frame.groupby("bound", sort=False)
+    ]
+    return (
+        f"Share of the limit that the invariant kernel reaches, by what bounds it ({'; '.join(parts)}). Taken as the "
+        f"device's rates: {COPY_RATE:g} TB/s, measured of a copy, and {MATRIX_RATE:g} TFLOP/s, measured of a large "
+        "bfloat16 matmul on random values."
+    )
+
+
+def by_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """Time over the default's: a line a number of rows, a column a weight, and the geometric mean. frame:
+    `against_limit`."""
+    wide = frame.pivot(index="m", columns="shape", values="ratio")[list(dict.fromkeys(frame["shape"]))]
+    wide["geometric mean"] = [geometric_mean(values) for values in wide.to_numpy()]
+    return wide.round(3).reset_index().rename(columns={"m": "rows"})
+
+
+def goal_sentence(frame: pd.DataFrame) -> str:
+    """Whether the GEMM's goal is reached, and where not. frame: `against_limit`."""
+    mean, worst = geometric_mean(frame.ratio), frame.loc[frame.ratio.idxmax()]
+    above = frame[frame.ratio > WORST_GOAL].sort_values("ratio", ascending=False)
+    met = mean <= MEAN_GOAL and above.empty
+    where = ", ".join(f"{one.ratio:.2f} at {one.m} rows of {one.shape}" for one in above.itertuples())
+    below = frame[frame.ratio <= 1]
+    return (
+        f"Goal: a geometric mean of {MEAN_GOAL:.2f} at most and no point above {WORST_GOAL:.2f}. "
+        f"{'Reached' if met else 'Missed'}: {mean:.3f}, worst {worst.ratio:.3f}. "
+        f"{len(below)} of {len(frame)} points are no slower than the library's. "
+        + (f"Above {WORST_GOAL:.2f}: {where}." if len(above) else "No point lies above.")
+    )
+
+
+def _tuning() -> pd.DataFrame | None:
+    """The tuner's timings inside the class with shape and ratio (to the library's time); None where not recorded."""
+    found, times = recorded("gemm_tuning"), recorded_ratios("gemm")
+    if found is None or times is None:
+        return None
+    found = found.dropna(subset="time_us")
+    found = found.assign(shape=[f"N{n} K{k}" for n, k in zip(found.n, found.k)])
+    found = found.merge(times[["shape", "m", "baseline"]], on=["shape", "m"])
+    return found.assign(ratio=found.time_us / found.baseline)
+
+
+def by_segments() -> pd.DataFrame | None:
+    """The fastest configuration's time over the library's: a line a weight and number of segments (a class each), a
+    column a number of rows, the geometric mean, and whether that class is the one in use."""
+    found = _tuning()
+    if found is None:
+        return None
+    fastest = found.groupby(["shape", "segments", "m"], sort=False).ratio.min().unstack()
+    fastest = fastest[sorted(fastest.columns)].dropna()
+    means = [geometric_mean(values) for values in fastest.to_numpy()]
+    used = _chosen().drop_duplicates("shape").set_index("shape").segments
+    fastest = fastest.round(3)
+    fastest["geometric mean"] = np.round(means, 4)
+    fastest["in use"] = [used.get(shape) == count for shape, count in fastest.index]
+    return fastest.reset_index().sort_values(["shape", "segments"], ignore_index=True).rename_axis(columns=None)
+
+
+def segments_sentence(frame: pd.DataFrame) -> str:
+    """What a second segment costs at many rows and whether the classes in use are the best tried. frame:
+    `by_segments`."""
+    best = frame.loc[frame.groupby("shape")["geometric mean"].idxmin()]
+    many = [column for column in frame.columns if isinstance(column, (int, np.integer)) and column >= 1024]
+    wide = frame.set_index(["shape", "segments"])[many]
+    both = [shape for shape in frame["shape"].unique() if {(shape, 1), (shape, 2)} <= set(wide.index)]
+    text = (
+        f"The number of segments is the class, so a weight has one for every number of rows. The one in use has the "
+        f"least geometric mean of those tried for {int(best['in use'].sum())} of {len(best)} weights."
+    )
+    if both and many:
+        costs = [wide.loc[(s, 2), m] / wide.loc[(s, 1), m] - 1 for s in both for m in many]
+        text += (
+            f" From 1,024 rows on a second segment costs {min(costs):.0%} to {max(costs):.0%} ({len(costs)} pairs): "
+            "partial sums of a tile go through memory. A weight with few columns needs it all the same, or a few rows "
+            "leave most of the GPU idle."
+        )
+    return text
+
+
+def _chosen() -> pd.DataFrame:
+    frame = pd.read_csv(data_path("tuned", "gemm.csv"))
+    return frame.assign(shape=[f"N{n} K{k}" for n, k in zip(frame.n, frame.k)])
+
+
+def tiling() -> pd.DataFrame | None:
+    """The configuration in use at every point: shape, m, segments, config, ratio, pieces (tiles, times segments where
+    they run in parallel), waves (pieces over multiprocessors), filled (share of the multiprocessors' turns that have
+    a piece), again (recorded time over the tuner's of the same configuration)."""
+    times, tuned = recorded_ratios("gemm"), _tuning()
+    if tuned is None:
+        return None
+    found = _chosen().merge(times[["shape", "m", "value", "ratio"]], on=["shape", "m"])
+    keys = ["shape", "m", "segments", "config"]
+    found = found.merge(tuned[[*keys, "time_us"]], on=keys)
+    sizes = [[int(size) for size in config.split()[1].split("x")[:2]] for config in found.config]
+    tiles = np.array([-(-m // bm) * -(-n // bn) for m, n, (bm, bn) in zip(found.m, found.n, sizes)])
+    pieces = np.where(found.config.str.startswith("parallel"), tiles * found.segments, tiles)
+    waves = pieces / PROCESSORS
+    found = found.assign(pieces=pieces, waves=waves, filled=waves / np.ceil(waves), again=found.value / found.time_us)
+    return found[[*keys, "ratio", "pieces", "waves", "filled", "again"]]
+
+
+def slowest(frame: pd.DataFrame, count: int = 8) -> pd.DataFrame:
+    """The points with the highest ratio, rounded to read. frame: `tiling`."""
+    words = {"m": "rows", "ratio": "over the library", "again": "recorded over tuned"}
+    return frame.nlargest(count, "ratio").round(3).rename(columns=words).reset_index(drop=True)
+
+
+def reason_sentence(frame: pd.DataFrame) -> str:
+    """What the points above the goal have in common, and how far two timings of one configuration lie apart. frame:
+    `tiling`."""
+    above = frame[frame.ratio > WORST_GOAL]
+    apart = (frame.again - 1).abs()
+    text = (
+        f"Two timings of one configuration in this run, the tuner's and the recorded one, lie {apart.median():.1%} "
+        f"apart at the median and {apart.max():.0%} at most, so a point's ratio is known no better than that."
+    )
+    if above.empty:
+        return text
+    few = above[above.waves < 2]
+    return (
+        f"At {len(few)} of the {len(above)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result into "
+        f"{few.pieces.min()} to {few.pieces.max()} pieces for {PROCESSORS} multiprocessors, {few.waves.min():.2f} to "
+        f"{few.waves.max():.2f} waves: with one or two pieces for a multiprocessor, little overlaps a piece's first "
+        "loads and its last stores. That is reckoned from the launch; no profile was taken. " + text
+        if len(few)
+        else text
+    )

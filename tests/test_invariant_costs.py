@@ -1,0 +1,81 @@
+"""The recorded timings' study: limits, goals, classes and tilings worked out by hand on a small table."""
+
+import pandas as pd
+import pytest
+
+from batch_variance.reporting.plots import invariant as plots
+from batch_variance.studies import invariant
+from batch_variance.studies import invariant_costs as costs
+
+WHERE = dict(gpu="G", driver="1", torch="t", triton="r", commit="c", date="d")
+SHAPE = dict(n=1000, k=2000)
+
+
+def write(folder, times, tuned, chosen):
+    rows = []
+    for m, default, mine in times:
+        for policy, value in (("default", default), ("invariant", mine)):
+            one = dict(benchmark="gemm", kernel="gemm", policy=policy, shape="N1000 K2000", m=m, metric="time", unit="us")
+            rows.append({**one, "value": value, "baseline": default, "ratio": value / default, **WHERE})
+    pd.DataFrame(rows).to_csv(folder / "recorded" / "gemm.csv", index=False)
+    pd.DataFrame([{**SHAPE, "segments": s, "m": m, "config": c, "time_us": t} for s, m, c, t in tuned]).to_csv(
+        folder / "recorded" / "gemm_tuning.csv", index=False
+    )
+    pd.DataFrame([{**SHAPE, "segments": s, "m": m, "config": c} for s, m, c in chosen]).to_csv(
+        folder / "tuned" / "gemm.csv", index=False
+    )
+
+
+ONE, TWO = "parallel 16x64x128 w4 s4 swap", "in-turn 128x64x64 w4 s4"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in ("recorded", "tuned"):
+        (tmp_path / name).mkdir()
+    for module in (invariant, costs):
+        monkeypatch.setattr(module, "data_path", lambda *parts: tmp_path.joinpath(*parts))
+    invariant.recorded.cache_clear()
+    yield tmp_path
+    invariant.recorded.cache_clear()
+
+
+def test_without_tables_there_is_nothing(folder):
+    assert costs.against_limit("gemm") is None and costs.by_segments() is None and costs.tiling() is None
+
+
+def test_a_table_worked_out_by_hand(folder):
+    times = [(1, 2.0, 1.0), (4096, 40.0, 50.0)]
+    tuned = [(2, 1, ONE, 1.0), (2, 4096, TWO, 40.0), (2, 4096, ONE, 80.0), (1, 1, ONE, 4.0), (1, 4096, TWO, 32.0)]
+    write(folder, times, tuned, [(2, 1, ONE), (2, 4096, TWO)])
+    frame = costs.against_limit("gemm")
+    few, many = frame.itertuples()
+    assert few.limit == pytest.approx(2 * (1000 * 2000 + 1 * 3000) / 4.3e6) and few.bound == "bandwidth"
+    assert many.limit == pytest.approx(2 * 4096 * 1000 * 2000 / 790e6) and many.bound == "arithmetic"
+    assert many.of_limit == pytest.approx(many.limit / 50) and many.default_of_limit == pytest.approx(many.limit / 40)
+    assert costs.by_rows(frame)["geometric mean"].tolist() == [0.5, 1.25]
+    said = costs.goal_sentence(frame)
+    assert "Missed: 0.791, worst 1.250" in said and "1 of 2" in said and "1.25 at 4096 rows of N1000 K2000" in said
+    assert "Reached: 0.500" in costs.goal_sentence(frame[:1]) and "No point" in costs.goal_sentence(frame[:1])
+    assert "bandwidth, 1 points" in costs.limit_sentence(frame) and "4.3 TB/s" in costs.limit_sentence(frame)
+
+    classes = costs.by_segments()  # two segments: 0.5 and 1.0 of the library's time; one: 2.0 and 0.8
+    assert classes.segments.tolist() == [1, 2] and classes["in use"].tolist() == [False, True]
+    assert classes[1].tolist() == [2.0, 0.5] and classes[4096].tolist() == [0.8, 1.0]
+    assert classes["geometric mean"].tolist() == [1.2649, 0.7071]
+    assert "for 1 of 1 weights" in costs.segments_sentence(classes) and "25% to 25%" in costs.segments_sentence(classes)
+
+    tiling = costs.tiling()
+    assert tiling.pieces.tolist() == [16 * 2, 32 * 16]  # tiles of n times segments in parallel; tiles alone in turn
+    assert tiling.filled.tolist() == pytest.approx([32 / 132, 512 / 132 / 4]) and tiling.again.tolist() == [1.0, 1.25]
+    assert costs.slowest(tiling, 1)["rows"].tolist() == [4096]
+    assert "12.5% apart at the median and 25% at most" in costs.reason_sentence(tiling)
+    assert "At 1 of the 1 points" in costs.reason_sentence(tiling.assign(waves=[1.0, 1.5]))
+    assert plots.times_and_limit(frame, "library").axes and plots.ratios(frame, "the library", 1.15).axes
+
+
+def test_nvfp4_weights_are_counted_by_their_bytes(folder):
+    pd.DataFrame(
+        [dict(benchmark="nvfp4", kernel="nvfp4", policy="invariant", shape="N1000 K2000", m=1, metric="time", unit="us")]
+    ).assign(value=2.0, baseline=2.0, ratio=1.0).to_csv(folder / "recorded" / "nvfp4.csv", index=False)
+    assert costs.against_limit("nvfp4").limit[0] == pytest.approx((0.5625 * 2e6 + 4 * 3000) / 4.3e6)
