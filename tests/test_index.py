@@ -126,7 +126,7 @@ def test_each_mechanism_alone_has_its_rate(folder):
         for name, changed in counts
         for prompt in range(2)
     ]
-    narrow = {"part": "amplifiers:storage in bfloat16", "mechanisms": "split_k", "prompt": 0, "requests": 20, "changed": 7}
+    narrow = {"part": "amplifiers:storage and logits in bfloat16", "mechanisms": "split_k", "prompt": 0, "requests": 20, "changed": 7}
     rows.append(narrow | {"studied": "split_k+row_threshold"})
     pd.DataFrame(rows).assign(tier="live-gpu", **GPU).to_csv(folder / "attribution_moe_prompts.csv", index=False)
     found = study.rates(Recorded(folder))
@@ -136,7 +136,7 @@ def test_each_mechanism_alone_has_its_rate(folder):
         ["text of a request, split k alone, moe", "default", 4, 20],
         ["text of a request, row threshold alone, moe", "default", 10, 20],
         ["text of a request, all mechanisms together, moe", "default", 18, 20],
-        ["text of a request, split k alone, moe, bfloat16 storage", "default", 7, 20],
+        ["text of a request, split k alone, moe, all in bfloat16", "default", 7, 20],
     ]
     assert set(mine.tier) == {"recorded-gpu"}
 

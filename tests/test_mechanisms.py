@@ -271,6 +271,8 @@ def test_storage_rounds_to_bfloat16_and_keeps_float32():
     for found in (kernels.linear(x, torch.randn(7, 64)), kernels.rms_norm(x, torch.ones(64), 1e-5), kernels.store(x)):
         assert found.dtype == torch.float32 and torch.equal(found, found.bfloat16().float())
     assert MechanismKernels(KERNELS, Settings()).store(x) is x
+    logits = kernels.head(x, torch.randn(7, 64))  # their dtype is another setting's
+    assert not torch.equal(logits, logits.bfloat16().float())
 
 
 def test_a_bfloat16_run_keeps_nothing_finer(weights):

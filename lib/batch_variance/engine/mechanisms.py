@@ -95,8 +95,9 @@ def _known(name: str) -> str:
 class Settings:
     """What a cell of a study serves with, apart from its load.
 
-    storage: "bfloat16" rounds each operation's output, the residual stream and the KV cache included; "float32" does
-    not. logits: dtype in which logits are compared; ties: which token id wins among equals, "lowest" or "highest".
+    storage: "bfloat16" rounds each operation's output, the residual stream and the KV cache included, but not the
+    logits; "float32" rounds nothing. logits: dtype in which logits are compared; ties: which token id wins among
+    equals, "lowest" or "highest".
     activations: what the FFN's matmuls read is rounded under a scale to "float8" (e4m3) or "float16", or left "as
     computed"; batch_scale needs a scale. threshold: rows up to which row_threshold takes the GEMV. planted: standard
     deviation of a perturbation of the logits that depends on who shares the step, 0 for none: a mechanism of known
@@ -191,15 +192,18 @@ class MechanismKernels:
         return x.bfloat16().to(x.dtype) if self.settings.storage == "bfloat16" else x
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.store(self.head(x, weight))
+
+    def head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         pieces = _taken(SPLIT_K_BY_ROWS, x.shape[0]) if self.settings.mechanisms.split_k else 1
         self._note("split_k", pieces)
         if pieces == 1:
-            return self.store(self.kernels.linear(x, weight))
+            return self.kernels.linear(x, weight)
         total = None
         for start, part in self._cut(weight, pieces):
             found = self.kernels.linear(x[:, start : start + part.shape[1]].contiguous(), part)
             total = found if total is None else total + found
-        return self.store(total)
+        return total
 
     def _cut(self, weight: torch.Tensor, pieces: int) -> list[tuple[int, torch.Tensor]]:
         key = (weight.data_ptr(), tuple(weight.shape), pieces)

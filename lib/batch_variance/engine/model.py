@@ -209,7 +209,7 @@ class Model:
             x = kernels.store(x + self._ffn(normed, layer.ffn, index, rows))
             if observe:
                 observe(index, x)
-        return kernels.linear(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
+        return kernels.head(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
 
     def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows, plan) -> torch.Tensor:
         """[T, H, D]: decode rows along the split plan where there is one, all others folded page by page."""

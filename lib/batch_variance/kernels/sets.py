@@ -66,6 +66,9 @@ class KernelSet(Protocol):
     def attend(self, q, k_pages, v_pages, tables, lengths) -> torch.Tensor: ...
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
+    def head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Logits: ``linear``, and kept as computed; in which dtype they are compared is the engine's business."""
+
     def watch(self, choices: dict[tuple[str, object], int]) -> None:
         """Note in ``choices`` what the coming step's operations choose by their batch."""
 
@@ -78,6 +81,9 @@ class KernelSet(Protocol):
 
 class AsComputed:
     """A kernel set that keeps every value as computed, and chooses nothing by its batch."""
+
+    def head(self, x, weight):
+        return self.linear(x, weight)
 
     def watch(self, choices):
         pass

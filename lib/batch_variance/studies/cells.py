@@ -216,7 +216,7 @@ def serve_cells(
     tasks = _tasks(subject, cells)
     found: dict[tuple, list] = {}
     with (
-        _workers(subject, processes, len(tasks)) as pool,
+        worker_pool(subject, processes, len(tasks)) as pool,
         tqdm(total=len(tasks), desc="serving", disable=not progress, mininterval=1.0) as bar,
     ):
         waiting: dict[Future, tuple] = {pool.submit(_run, subject, task): task for task in tasks}
@@ -277,7 +277,7 @@ def _tasks(subject: Subject, cells: list[Cell]) -> list[tuple]:
 
 def _run(subject: Subject, task: tuple) -> tuple[list[dict], dict, int]:
     """Rows of the requests, the steps' choices by kind of step, and the number of steps."""
-    loaded = _loaded(subject)
+    loaded = in_memory(subject)
     if isinstance(task[0], Cell):
         first, load = task[0].shards()[task[1]]
         order = [(first + i) % len(subject.prompts) for i in range(min(load.requests, len(subject.prompts)))]
@@ -311,7 +311,7 @@ _lock = Lock()
 _in_memory: dict[Subject, Loaded] = {}
 
 
-def _loaded(subject: Subject) -> Loaded:
+def in_memory(subject: Subject) -> Loaded:
     """Loaded once a process; only the last subject is kept."""
     with _lock:
         if subject not in _in_memory:
@@ -321,7 +321,7 @@ def _loaded(subject: Subject) -> Loaded:
 
 
 @contextmanager
-def _workers(subject: Subject, processes: int, tasks: int):
+def worker_pool(subject: Subject, processes: int, tasks: int):
     count = processes or workers_for(subject.device, tasks)
     if count < 1:
         raise BadInput(f"processes is {processes}: give 1 or more, or 0 for as many as suit the device.")

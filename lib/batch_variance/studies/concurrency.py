@@ -17,7 +17,7 @@ from ..common import resolve_device
 from ..engine import MECHANISMS, ChatTokenizer, EngineConfig, Load, Mechanisms, Model, Settings, build, hf_folder
 from ..engine.experts import SPLITS
 from . import forcing
-from .cells import Cell, Loaded, Served, Subject, _loaded, _workers, serve_cells
+from .cells import Cell, Loaded, Served, Subject, in_memory, serve_cells, worker_pool
 from .parameters import StudyParameters
 from .power import StoppingRule
 from .texts import many_prompts, read_prompts
@@ -147,7 +147,7 @@ def prepare(p: Parameters) -> Setup:
     """Load the model with an NVFP4 FFN, cut into experts for ``ffn = "moe"``. Raises BadInput as the loader does."""
     texts = read_prompts(p.prompts) if p.prompts else many_prompts(p.prompt_count)
     subject = Subject.of(p.model, p.ffn, p.experts, p.top_k, p.expert_split, resolve_device(p.device).type, texts)
-    return Setup(p, ChatTokenizer(hf_folder(p.model)), texts, subject, _loaded(subject))
+    return Setup(p, ChatTokenizer(hf_folder(p.model)), texts, subject, in_memory(subject))
 
 
 # --- Serving ----------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def serve_forced(setup: Setup) -> forcing.Measured:
     ]
     tasks = [(cell, index) for cell in cells for index in range(len(cell.shards()))]
     tasks.sort(key=lambda task: -task[0].shards()[task[1]][1].requests / task[0].concurrency)
-    with _workers(setup.subject, p.processes, len(tasks)) as pool:
+    with worker_pool(setup.subject, p.processes, len(tasks)) as pool:
         if setup.subject.device == "cpu":
             _ = setup.solo  # once, before threads ask for it, under their thread count; processes make their own
         jobs = [pool.submit(_force, setup.subject, task) for task in tasks]
@@ -280,7 +280,7 @@ def _force(subject: Subject, task: tuple[Cell, int]) -> forcing.Measured:
     """One shard of a forced cell, in whichever process."""
     cell, index = task
     first, load = cell.shards()[index]
-    loaded = _loaded(subject)
+    loaded = in_memory(subject)
     alone = forced_solo(loaded, cell.settings, cell.tokens)
     model, config = _engine(loaded, cell.settings, load)
     found = forcing.measure(
@@ -351,7 +351,7 @@ def closer_look(setup: Setup) -> Pair | None:
         p.parity_concurrency, _cycles(setup, max(p.forced_requests, p.parity_concurrency)), p.tokens, seed=p.seed
     )
     model, config = _engine(setup.loaded, p.settings, load)
-    with _workers(setup.subject, 1, 1):  # its thread count, so that bits are those of the other runs
+    with worker_pool(setup.subject, 1, 1):  # its thread count, so that bits are those of the other runs
         seen = forcing.measure(model, _asked(setup.subject), setup.solo, load, config, {}, forced=False).positions
     splits = seen[seen.flipped].groupby("request").position.min().sort_values(kind="stable")
     if splits.empty:

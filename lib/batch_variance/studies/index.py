@@ -144,7 +144,7 @@ def _concurrency_rates(found: Recorded):
 
 
 # Parts of the attribution's table, and what their settings are called here.
-_ATTRIBUTED = {"budget": "", "amplifiers:storage in bfloat16": ", bfloat16 storage"}
+_ATTRIBUTED = {"budget": "", "amplifiers:storage and logits in bfloat16": ", all in bfloat16"}
 
 
 def _attribution_rates(found: Recorded):
