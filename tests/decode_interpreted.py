@@ -32,7 +32,12 @@ results = []
 for shape, dtype, bound in SHAPES:
     inputs = random_inputs(LENGTHS, dtype=dtype, page_size=16, **shape)
     truth, lse = exact(inputs, 16)
-    for rule, folds in (("flashmla", ("left",)), ("free-2", ("left",)), ("fixed-count-3", KERNEL_FOLDS)):
+    for rule, folds in (
+        ("flashmla", ("left",)),
+        ("free-2", ("left",)),
+        ("free-most-3", ("left",)),
+        ("fixed-count-3", KERNEL_FOLDS),
+    ):
         plan = plan_decode(inputs, rule, 5, 16)
         for fold in folds:
             out, got = poisoned(inputs, plan, fold)

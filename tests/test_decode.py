@@ -59,7 +59,7 @@ def error(value, truth):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", ["flashmla", "free-2", "fixed-count-3", "never-split"])
+@pytest.mark.parametrize("rule", ["flashmla", "free-2", "free-most-3", "fixed-count-3", "never-split"])
 def test_emulation_is_accurate(shape, rule):
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
         inputs = random_inputs(LENGTHS, dtype=dtype, **SHAPES[shape])
@@ -85,7 +85,7 @@ def test_exact_agrees_with_torch_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_own_length_rules_keep_bits_and_the_batch_wide_schedule_does_not(shape, dtype):
     inputs = random_inputs(LENGTHS, dtype=dtype, seed=1, **SHAPES[shape])
-    for rule in ("free-2", "fixed-count-3", "by-length-2-6"):
+    for rule in ("free-2", "free-most-3", "fixed-count-3", "by-length-2-6"):
         for fold in folds_of(rule):
             out, lse = emulate(inputs, plan_of(inputs, rule, 40), fold)
             for row in range(inputs.batch):
@@ -105,6 +105,17 @@ def test_free_has_the_bits_of_its_fixed_chunks_whatever_the_schedule():
     plans.append(one_program_a_row(plans[0]))
     assert len({p.num_slots for p in plans}) > 2
     assert all(same(emulate(inputs, p)[0], want) for p in plans)
+
+
+def test_pieces_by_own_length_have_the_bits_of_a_rule_with_that_length():
+    inputs = random_inputs(LENGTHS, seed=2, **SHAPES["latent"])
+    plans = [plan_of(inputs, "free-most-3", n) for n in (1, 4, 64)]
+    plans.append(one_program_a_row(plans[0]))
+    assert len(set(plans[0].chunks.tolist())) > 1
+    outs = [emulate(inputs, p)[0] for p in plans]
+    assert all(same(out, outs[0]) for out in outs)
+    for row, chunk in enumerate(plans[0].chunks):
+        assert same(emulate(inputs, plan_of(inputs, f"free-{chunk}", 5))[0][row], outs[0][row])
 
 
 def test_shuffled_rows_and_unread_places_change_nothing():
@@ -217,7 +228,7 @@ def test_triton_kernels_in_the_interpreter():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 3 * (1 + 3 + 1)
+    assert len(found) == 3 * (1 + 1 + 1 + 3)
     for case in found:
         assert case["error"] < case["bound"], case
         assert case["lse_error"] < 1e-5 and case["poison"] == 0, case

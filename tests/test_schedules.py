@@ -24,7 +24,7 @@ from batch_variance.schedules.flashmla_calls import _fill, _parts_needed
 from batch_variance.schedules.command import schedule as command
 
 GOLDEN = json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
-RULES = ("never-split", "root-length", "fixed-count-3", "fixed-chunk-4", "free-4", "by-length-2-9")
+RULES = ("never-split", "root-length", "fixed-count-3", "fixed-chunk-4", "free-4", "free-most-5", "by-length-2-9")
 lengths_lists = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
@@ -68,7 +68,7 @@ def check_plan(plan):
         expected = plan.slot_starts[row]
         for _, begin, end, slot in segments:
             assert slot == expected, "partials lie in the row's order"
-            places = 1 if begin == 0 or not plan.chunk_blocks else -(-(end - begin) // plan.chunk_blocks)
+            places = 1 if begin == 0 or not plan.folds else -(-(end - begin) // plan.chunks[row])
             filled[slot : slot + places] += 1
             expected += places
         assert expected == plan.slot_starts[row + 1]
@@ -213,17 +213,31 @@ def test_bad_decode_lengths(args, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "free", "free-0", "by-length-4-4", "by-length", "fixed-count--2", "never-split-2", None]
+    "name", ["", "free", "free-0", "free-most", "free-most-0", "by-length-4-4", "by-length", "fixed-count--2", "never-split-2", None]
 )
 def test_unknown_rules(name):
     with pytest.raises(BadInput, match="rule"):
         own_length_rule(name)
 
 
+@given(st.integers(0, 2**20), st.integers(1, 64))
+def test_the_least_power_of_two_that_leaves_so_many_pieces(blocks, most):
+    rule = own_length_rule(f"free-most-{most}")
+    chunk = int(rule.chunk(blocks))
+    assert chunk & (chunk - 1) == 0 and rule.pieces(blocks) <= most
+    assert chunk == 1 or -(-blocks // (chunk // 2)) > most
+
+
+def test_rows_of_one_plan_have_pieces_of_their_own_length():
+    plan = make_plan("free-most-8", [64 * 16, 64 * 128, 1], 9)
+    assert plan.chunks.tolist() == [2, 16, 1] and plan.pieces.tolist() == [8, 8, 1]
+    assert make_plan("never-split", [5, 6], 2).chunks.tolist() == [0, 0]
+
+
 def test_pieces_of_each_rule():
     counts = {
         name: [own_length_rule(name).pieces(n) for n in (0, 1, 2, 8, 32)]
-        for name in ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "by-length-2-8")
+        for name in ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "free-most-4", "by-length-2-8")
     }
     assert counts == {
         "never-split": [1, 1, 1, 1, 1],
@@ -231,6 +245,7 @@ def test_pieces_of_each_rule():
         "fixed-count-4": [1, 1, 2, 4, 4],
         "fixed-chunk-4": [1, 1, 1, 2, 8],
         "free-16": [1, 1, 1, 1, 2],
+        "free-most-4": [1, 1, 2, 4, 4],
         "by-length-2-8": [1, 1, 1, 2, 4],
     }
 

@@ -17,7 +17,7 @@ from .plan import BATCH_WIDE, make_plan
     "--rule",
     default=BATCH_WIDE,
     show_default=True,
-    help="flashmla, never-split, fixed-count-N, fixed-chunk-N, free-N, by-length-A-B.",
+    help="flashmla, never-split, fixed-count-N, fixed-chunk-N, free-N, free-most-N, by-length-A-B.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def schedule(lengths, num_sm_parts, block_size, overhead, rule, as_json):

@@ -32,8 +32,8 @@ class Segment(NamedTuple):
 class Plan:
     """A decode step's work. All arrays are int32.
 
-    rule: the rule's name; lengths: tokens a row; block_size: tokens a block; chunk_blocks: blocks a piece, 0 where
-    every segment is one piece; segments: ``[n, 4]`` (row, begin_block, end_block, slot), grouped by program;
+    rule: the rule's name; lengths: tokens a row; block_size: tokens a block; chunks: ``[batch]`` blocks a piece of
+    the row, 0 where every segment is one piece; segments: ``[n, 4]`` (row, begin_block, end_block, slot), grouped by program;
     program_starts: ``[programs + 1]`` offsets into segments; slot_starts: ``[batch + 1]`` prefix sums of partials
     a row, a row that one program finishes alone having none; pieces: ``[batch]`` pieces of the row's reduction tree.
     """
@@ -41,7 +41,7 @@ class Plan:
     rule: str
     lengths: np.ndarray
     block_size: int
-    chunk_blocks: int
+    chunks: np.ndarray
     segments: np.ndarray
     program_starts: np.ndarray
     slot_starts: np.ndarray
@@ -59,6 +59,11 @@ class Plan:
     def num_slots(self) -> int:
         return int(self.slot_starts[-1])
 
+    @property
+    def folds(self) -> bool:
+        """Whether a program folds neighbouring pieces of a row's start in place."""
+        return bool(self.chunks[0])
+
     def segments_of(self, row: int) -> list[Segment]:
         """The row's segments from left to right."""
         mine = self.segments[self.segments[:, 0] == row]
@@ -66,7 +71,7 @@ class Plan:
 
     def bounds_of(self, row: int) -> list[int]:
         """Block indices at which the pieces of the row's reduction tree begin, and the row's end."""
-        step = self.chunk_blocks
+        step = int(self.chunks[row])
         found = {0}
         for _, begin, end, _ in self.segments_of(row):
             found.update(range(begin, end, step) if step else (begin,))
@@ -138,7 +143,8 @@ def plan_by_rule(
     slot_starts = np.concatenate([[0], np.cumsum(np.bincount(row, places, len(tokens)))])
     segments = np.stack([row, seg_begin, seg_end, np.where(whole, -1, slots)], axis=1)
     starts = np.searchsorted(program[heads], np.arange(programs + 1))
-    return _plan(rule.name, tokens, size, rule.chunk_blocks if rule.folds else 0, segments, starts, slot_starts, counts)
+    chunks = rule.chunk(np.asarray(blocks)) if rule.folds else 0
+    return _plan(rule.name, tokens, size, chunks, segments, starts, slot_starts, counts)
 
 
 def make_plan(
@@ -159,7 +165,7 @@ def one_program_a_row(plan: Plan) -> Plan:
 
     Only for rules whose pieces fold in place. The extreme schedule to compare any other with, bit for bit.
     """
-    if not plan.chunk_blocks:
+    if not plan.folds:
         raise BadInput(f"rule {plan.rule!r} does not fold in place: only a free rule can run a row in one program.")
     rows = range(plan.batch)
     segments = [(row, 0, n, -1) for row, n in zip(rows, block_counts(plan.lengths, plan.block_size))]
@@ -167,7 +173,7 @@ def one_program_a_row(plan: Plan) -> Plan:
         plan.rule,
         plan.lengths,
         plan.block_size,
-        plan.chunk_blocks,
+        plan.chunks,
         segments,
         range(plan.batch + 1),
         [0] * (plan.batch + 1),
@@ -175,8 +181,9 @@ def one_program_a_row(plan: Plan) -> Plan:
     )
 
 
-def _plan(rule, lengths, size, chunk, segments, starts, slots, pieces) -> Plan:
+def _plan(rule, lengths, size, chunks, segments, starts, slots, pieces) -> Plan:
     rows, work, starts, slots, pieces = (
         np.asarray(v, dtype=np.int32) for v in (lengths, segments, starts, slots, pieces)
     )
-    return Plan(rule, rows, size, chunk, np.ascontiguousarray(work.reshape(-1, 4)), starts, slots, pieces)
+    chunks = np.array(np.broadcast_to(chunks, len(rows)), dtype=np.int32)
+    return Plan(rule, rows, size, chunks, np.ascontiguousarray(work.reshape(-1, 4)), starts, slots, pieces)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common import BadInput
-from ...schedules import Plan
+from ...schedules import Plan, own_length_rule
 from .inputs import DecodeInputs
 from .reference import LOG2E, check_fold
 
@@ -37,10 +37,11 @@ class DevicePlan:
     segments: torch.Tensor
     program_starts: torch.Tensor
     slot_starts: torch.Tensor
+    chunks: torch.Tensor
 
     @classmethod
     def upload(cls, plan: Plan, device) -> "DevicePlan":
-        arrays = (plan.segments, plan.program_starts, plan.slot_starts)
+        arrays = (plan.segments, plan.program_starts, plan.slot_starts, plan.chunks)
         return cls(plan, *(torch.from_numpy(a).to(device) for a in arrays))
 
 
@@ -114,6 +115,7 @@ def launch(
         lse if sink is None else sink,
         plan.segments,
         plan.program_starts,
+        plan.chunks,
         out,
         lse,
         workspace.accumulators,
@@ -134,7 +136,7 @@ def launch(
         TAIL=tail,
         BLOCK=plan.plan.block_size,
         BLOCK_H=tile.heads,
-        CHUNK=plan.plan.chunk_blocks,
+        CHUNK=_chunk(plan.plan),
         LATENT=inputs.latent,
         SPARSE=inputs.sparse,
         SECOND=len(inputs.caches) == 2,
@@ -160,6 +162,14 @@ def launch(
             num_warps=4 if inputs.d_v >= 256 else 1,
         )
     return out, lse
+
+
+def _chunk(plan: Plan) -> int:
+    """The kernel's CHUNK: blocks a piece, 0 for one piece a segment, -1 for each row's own. By the rule alone, so that
+    a row runs in one binary alone and in any batch."""
+    if not plan.folds:
+        return 0
+    return own_length_rule(plan.rule).chunk_blocks or -1
 
 
 def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) -> None:

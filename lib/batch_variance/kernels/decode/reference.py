@@ -269,7 +269,7 @@ def check_fold(fold: str, known: tuple[str, ...], plan: Plan) -> None:
     """BadInput for an unknown fold, and for another fold than ``left`` on a plan that folds in registers."""
     if fold not in known:
         raise BadInput(f"fold {fold!r} is unknown: give one of {', '.join(known)}.")
-    if fold != "left" and plan.chunk_blocks:
+    if fold != "left" and plan.folds:
         raise BadInput(
             f"fold {fold!r} cannot be used with rule {plan.rule}: a program folds a row's first pieces from left to "
             "right, so another fold after it would depend on the schedule; use fixed-chunk instead."

@@ -135,12 +135,13 @@ def _end_piece(
     part_ml_ptr,
     heads,
     head_mask,
+    chunk,
     HEADS: tl.constexpr,
     D_V: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """Where a piece ends, fold it into the row's start or write it out, and begin the next from the empty state."""
-    if ((block + 1) % CHUNK == 0) | (block + 1 == end):
+    """Where a piece of ``chunk`` blocks ends, fold it into the row's start or write it out, and begin the next from
+    the empty state."""
+    if ((block + 1) % chunk == 0) | (block + 1 == end):
         if begin == 0:
             run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
         else:
@@ -168,6 +169,7 @@ def decode_kernel(
     sink_ptr,
     segments_ptr,
     starts_ptr,
+    chunks_ptr,
     out_ptr,
     lse_ptr,
     part_acc_ptr,
@@ -196,7 +198,8 @@ def decode_kernel(
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (kv_heads * tiles of a group's heads, programs). CHUNK: blocks a piece, 0 for one piece a segment."""
+    """Grid: (kv_heads * tiles of a group's heads, programs). CHUNK: blocks a piece, 0 for one piece a segment, -1 for
+    the row's own in chunks_ptr."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head = tl.program_id(0) // tiles
     in_group = (tl.program_id(0) % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -212,6 +215,9 @@ def decode_kernel(
         begin = tl.load(segments_ptr + segment * 4 + 1)
         end = tl.load(segments_ptr + segment * 4 + 2)
         slot = tl.load(segments_ptr + segment * 4 + 3)
+        chunk = CHUNK
+        if CHUNK < 0:
+            chunk = tl.load(chunks_ptr + row)
         length = tl.load(length_ptr + row)
         length2 = 0
         first_blocks = end
@@ -261,7 +267,7 @@ def decode_kernel(
                 SPARSE,
                 UPCAST,
             )
-            if CHUNK > 0:
+            if CHUNK != 0:
                 m, l, acc, run_m, run_l, run_acc, place = _end_piece(
                     m,
                     l,
@@ -277,9 +283,9 @@ def decode_kernel(
                     part_ml_ptr,
                     heads,
                     head_mask,
+                    chunk,
                     HEADS,
                     D_V,
-                    CHUNK,
                 )
         if SECOND:
             for block in tl.range(tl.maximum(begin, first_blocks), end, num_stages=STAGES):
@@ -309,7 +315,7 @@ def decode_kernel(
                     SPARSE,
                     UPCAST,
                 )
-                if CHUNK > 0:
+                if CHUNK != 0:
                     m, l, acc, run_m, run_l, run_acc, place = _end_piece(
                         m,
                         l,
@@ -325,9 +331,9 @@ def decode_kernel(
                         part_ml_ptr,
                         heads,
                         head_mask,
+                        chunk,
                         HEADS,
                         D_V,
-                        CHUNK,
                     )
         if CHUNK == 0:
             run_m, run_l, run_acc = m, l, acc
