@@ -615,13 +615,18 @@ def test_parameters_of_the_notebook():
     import nbformat
 
     from batch_variance.common.data import repository
+    from batch_variance.reporting.parameters import read_parameters_file
 
     notebook = nbformat.read(repository() / "notebooks" / "04_attribution.ipynb", as_version=4)
     namespace = {}
     exec(next(cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])), namespace)
     p = study.Parameters.from_notebook(namespace)
     assert set(study.Parameters.model_fields) == {name for name in namespace if name != "__builtins__"}
-    assert p.requests >= 1000 and len(p.mechanisms) == 7
+    assert len(p.mechanisms) == 7
+    _, given = read_parameters_file(repository() / "notebooks" / "gpu.yaml")
+    mine = {name.removeprefix("04."): value for name, value in given.items() if name.startswith("04.")}
+    recorded = study.Parameters.from_notebook(namespace | mine)
+    assert recorded.requests >= 1000 and set(recorded.amplifiers) == set(study.AMPLIFIERS)
     for cell in notebook.cells:
         assert cell.cell_type != "code" or (len(cell.source.splitlines()) <= 26 and not cell.outputs)
 
