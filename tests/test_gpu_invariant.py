@@ -5,6 +5,7 @@ import torch
 
 from batch_variance.common import BadInput
 from batch_variance.kernels.classes import SIZES, bit_name, classify
+from batch_variance.kernels.decode import Workspace, exact, launch, random_inputs
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import Config
 from batch_variance.kernels.gemm.reference import matmul_float64
@@ -17,11 +18,12 @@ from batch_variance.kernels.tiles import differing_rows
 from batch_variance.kernels.use import InvariantKernels
 from batch_variance.numerics import quantize
 from batch_variance.numerics.trees import matmul_tree
+from batch_variance.schedules import make_plan, one_program_a_row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-# (K, N, segments): K a multiple of the segment or not, of 8 or not (then no tensor descriptors), N odd. Compiling is what
-# takes time here, and every shape below is another set of binaries.
+# (K, N, segments): K a multiple of the segment or not, of 8 or not (then no tensor descriptors), N odd. Compiling is
+# what takes time here, and every shape below is another set of binaries.
 SHAPES = [(1024, 512, 1), (2048, 256, 4), (1480, 200, 3), (1001, 77, 2), (40, 33, 1)]
 CONFIGS = [
     "parallel 16x64x128 w4 s4 tma swap",
@@ -196,6 +198,27 @@ def test_experts_are_one_class_over_rows_and_blocks_and_the_plain_gemms(K, N, co
 
     assert differing_rows(run, torch.arange(300.0, device="cuda").unsqueeze(1), (1, 2, 17, 129, 600))[0] == 0
     assert moe.grouped_matmul(x[:0], w, chosen[:0]).shape == (0, top_k, N)
+
+
+@pytest.mark.parametrize("rule", ["free-2", "free-most-8"])
+def test_decode_pieces_by_own_length_keep_bits_under_every_schedule(rule):
+    lengths = [1024, 1, 0, 5000, 64, 8192, 65]
+    inputs = random_inputs(lengths, dtype=torch.bfloat16, heads=64, kv_heads=8, d_qk=128, d_v=128, device="cuda")
+    truth, _ = exact(inputs, 64)
+
+    def poisoned(some, plan):
+        work = Workspace.for_slots(plan.num_slots, some.heads, some.d_v, "cuda")
+        work.accumulators.fill_(torch.nan), work.states.fill_(torch.nan)
+        out = torch.full((some.batch, some.heads, some.d_v), torch.nan, dtype=torch.bfloat16, device="cuda")
+        return launch(some, plan, workspace=work, out=out)[0]
+
+    plans = [make_plan(rule, lengths, programs) for programs in (1, 16, 33, 500)]
+    outs = [poisoned(inputs, plan) for plan in (*plans, one_program_a_row(plans[0]))]
+    assert {bit_name(out) for out in outs} == {bit_name(outs[0])}
+    assert (outs[0].double() - truth).norm() <= 6e-3 * truth.norm()
+    for row, length in enumerate(lengths):
+        alone = poisoned(inputs.row(row), make_plan(rule, [length], 132))
+        assert torch.equal(alone[0].view(torch.int16), outs[0][row].view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

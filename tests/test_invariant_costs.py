@@ -15,7 +15,7 @@ def write(folder, times, tuned, chosen):
     rows = []
     for m, default, mine in times:
         for policy, value in (("default", default), ("invariant", mine)):
-            one = dict(benchmark="gemm", kernel="gemm", policy=policy, shape="N1000 K2000", m=m, metric="time", unit="us")
+            one = dict(benchmark="gemm", kernel="gemm", policy=policy, shape="N1000 K2000", m=m, metric="time")
             rows.append({**one, "value": value, "baseline": default, "ratio": value / default, **WHERE})
     pd.DataFrame(rows).to_csv(folder / "recorded" / "gemm.csv", index=False)
     pd.DataFrame([{**SHAPE, "segments": s, "m": m, "config": c, "time_us": t} for s, m, c, t in tuned]).to_csv(
@@ -76,6 +76,6 @@ def test_a_table_worked_out_by_hand(folder):
 
 def test_nvfp4_weights_are_counted_by_their_bytes(folder):
     pd.DataFrame(
-        [dict(benchmark="nvfp4", kernel="nvfp4", policy="invariant", shape="N1000 K2000", m=1, metric="time", unit="us")]
+        [dict(benchmark="nvfp4", kernel="nvfp4", policy="invariant", shape="N1000 K2000", m=1, metric="time")]
     ).assign(value=2.0, baseline=2.0, ratio=1.0).to_csv(folder / "recorded" / "nvfp4.csv", index=False)
     assert costs.against_limit("nvfp4").limit[0] == pytest.approx((0.5625 * 2e6 + 4 * 3000) / 4.3e6)

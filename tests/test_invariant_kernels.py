@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batch_variance.common import BadInput
-from batch_variance.kernels import use
+from batch_variance.kernels import timing, use
 from batch_variance.kernels.gemm import invariant
 from batch_variance.kernels.gemm.invariant import STEP, Config, configuration, segment_steps, segments
 from batch_variance.kernels.moe import invariant as moe
@@ -258,3 +258,9 @@ def test_the_registered_operation_is_the_function():
     assert torch.compile(lambda t: torch.ops.batch_variance.linear(t, w, b), backend="eager", fullgraph=True)(
         x
     ).shape == (3, 4, 8)
+
+
+def test_alternating_times_are_medians_over_rounds(monkeypatch):
+    times = iter([1.0, 10.0, 3.0, 30.0, 2.0, 20.0])  # one after the other, as they are asked for
+    monkeypatch.setattr(timing, "graph_microseconds", lambda calls: next(times))
+    assert timing.alternating_microseconds([], []) == (2.0, 20.0)

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 if not pytest.importorskip("triton.backends").backends.get("nvidia"):
     pytest.skip("this Triton has no NVIDIA backend", allow_module_level=True)
 
-POINTERS = dict(x="*bf16", w="*bf16", bias="*bf16", codes="*u8", scales="*fp8e4nv", tensor_scale="*fp32", arrived="*i32")
-POINTERS |= dict(parts="*fp32", parked="*fp32")
+POINTERS = dict(x="*bf16", w="*bf16", bias="*bf16", codes="*u8", scales="*fp8e4nv", tensor_scale="*fp32")
+POINTERS |= dict(arrived="*i32", parts="*fp32", parked="*fp32")
 NUMBERS = dict(M="i32", N="i32", K="i32", segment="i32", segments="i32")
 
 

@@ -31,3 +31,10 @@ def graph_microseconds(calls: list[Callable[[], object]], replays: int = 15) -> 
     torch.cuda.synchronize()
     del kept  # the graph's outputs had to stay allocated until here
     return float(np.median([start.elapsed_time(end) for start, end in events])) * 1e3 / len(calls)
+
+
+def alternating_microseconds(first: list[Callable], second: list[Callable], rounds: int = 3) -> tuple[float, float]:
+    """Medians of `graph_microseconds` of both over rounds in which one follows the other, so that a clock that sinks
+    as the device warms favours neither."""
+    found = [(graph_microseconds(first), graph_microseconds(second)) for _ in range(rounds)]
+    return tuple(float(np.median(times)) for times in zip(*found))

@@ -33,8 +33,8 @@ class Plan:
     """A decode step's work. All arrays are int32.
 
     rule: the rule's name; lengths: tokens a row; block_size: tokens a block; chunks: ``[batch]`` blocks a piece of
-    the row, 0 where every segment is one piece; segments: ``[n, 4]`` (row, begin_block, end_block, slot), grouped by program;
-    program_starts: ``[programs + 1]`` offsets into segments; slot_starts: ``[batch + 1]`` prefix sums of partials
+    the row, 0 where every segment is one piece; segments: ``[n, 4]`` (row, begin_block, end_block, slot), grouped by
+    program; program_starts: ``[programs + 1]`` offsets into segments; slot_starts: ``[batch + 1]`` prefix sums of partials
     a row, a row that one program finishes alone having none; pieces: ``[batch]`` pieces of the row's reduction tree.
     """
 

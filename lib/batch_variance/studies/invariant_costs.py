@@ -181,8 +181,8 @@ def reason_sentence(frame: pd.DataFrame) -> str:
         return text
     few = above[above.waves < 2]
     return (
-        f"At {len(few)} of the {len(above)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result into "
-        f"{few.pieces.min()} to {few.pieces.max()} pieces for {PROCESSORS} multiprocessors, {few.waves.min():.2f} to "
+        f"At {len(few)} of the {len(above)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result "
+        f"into {few.pieces.min()} to {few.pieces.max()} pieces for {PROCESSORS} multiprocessors, {few.waves.min():.2f} to "
         f"{few.waves.max():.2f} waves: with one or two pieces for a multiprocessor, little overlaps a piece's first "
         "loads and its last stores. That is reckoned from the launch; no profile was taken. " + text
         if len(few)

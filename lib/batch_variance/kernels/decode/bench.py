@@ -18,7 +18,7 @@ from .launch import DevicePlan, Workspace, launch, programs_for
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (1024, 8192)
-CHUNKS = (1, 2, 4, 8, 16)
+RULES = ("free-1", "free-2", "free-4", "free-8", "free-most-4", "free-most-8", "free-most-16", "free-most-32")
 POOL_PAGES = 16384
 PAGE = 64
 
@@ -74,7 +74,7 @@ def _moved(inputs: DecodeInputs, programs: int, rule: str) -> bool:
 def run(folder: Path, budget_seconds: float) -> None:
     """Time every shape that the budget allows, smallest first; writes decode.csv in the folder after every shape.
 
-    policy ``invariant-free-N``: pieces of N blocks of 64 tokens.
+    policy ``invariant-<rule>``, the rules as in ``schedules.rules``, with blocks of 64 tokens.
     """
     start, bench, ratios, moved = time.time(), Benchmark("decode"), {}, 0
     pool = [torch.randn(POOL_PAGES, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
@@ -93,11 +93,10 @@ def run(folder: Path, budget_seconds: float) -> None:
         bench.add("triton", "default", shape, batch, "time", "us", default, default)
         bench.add("triton", "default", shape, batch, "bandwidth", "TB/s", size / default / 1e6, size / default / 1e6)
         line = []
-        for chunk in CHUNKS:
-            rule = f"free-{chunk}"
+        for rule in RULES:
             mine, programs = _fastest(sets, rule)
             moved += _moved(sets[0], programs, rule)
-            ratios.setdefault((longest, chunk), []).append(mine / default)
+            ratios.setdefault(rule, []).append(mine / default)
             bench.add("triton", f"invariant-{rule}", shape, batch, "time", "us", mine, default)
             bench.add(
                 "triton",
@@ -112,15 +111,12 @@ def run(folder: Path, budget_seconds: float) -> None:
             line.append(f"{mine / default:.2f}")
         print(
             f"{shape} batch {batch}: default {default:.1f} us {size / default / 1e6:.2f} TB/s, "
-            f"free 1 2 4 8 16: {' '.join(line)}",
+            f"{' '.join(RULES)}: {' '.join(line)}",
             flush=True,
         )
         bench.save(folder)
-    for (longest, chunk), values in sorted(ratios.items()):
-        print(
-            f"length {longest} chunk {chunk}: geometric mean {np.exp(np.mean(np.log(values))):.3f} "
-            f"worst {max(values):.2f}"
-        )
+    for rule, values in ratios.items():
+        print(f"{rule}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.2f}")
     print(
         f"tuned launches whose bits differ from one program a row or from the row alone: {moved}; "
         f"{time.time() - start:.0f} s",

@@ -15,7 +15,7 @@ from ...numerics import NVFP4Tensor
 from ..classes import SIZES, bit_name, classify, widest_class
 from ..gemm.invariant import Config
 from ..recorded import Benchmark, replace_rows
-from ..timing import copies, graph_microseconds
+from ..timing import alternating_microseconds, copies, graph_microseconds
 from . import triton as default_kernels
 from .invariant import INVARIANT, matmul
 from .policy import policy
@@ -99,9 +99,11 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         exact = matmul_float64(x[:CHECKED], weights[0], INVARIANT)
         bound = K * 2.0**-22 * (x[:CHECKED].abs().double() @ weights[0].dequantize().abs().double().t())
 
+        def calls(call, m):
+            return [lambda w=w: call(x[:m], w) for w in (weights if m <= 64 else weights[:4])]
+
         def timed(call, m):
-            sets = weights if m <= 64 else weights[:4]
-            return graph_microseconds([lambda w=w: call(x[:m], w) for w in sets])
+            return graph_microseconds(calls(call, m))
 
         def default(rows, w):
             return default_kernels.matmul(rows, w, dispatch.choose(len(rows)))
@@ -138,11 +140,12 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         )
         count, chosen = _choose(tuning, before)
         _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
-        after = {m: timed(default, m) for m in ROWS}
         for m in ROWS:
             config = Config.parse(chosen[m])
-            mine = timed(lambda a, w: matmul(a, w, config, count), m)
-            base, shape = min(before[m], after[m]), f"N{N} K{K}"
+            base, mine = alternating_microseconds(
+                calls(default, m), calls(lambda a, w: matmul(a, w, config, count), m)
+            )
+            shape = f"N{N} K{K}"
             moved = 0.5625 * N * K + 4 * m * (K + N)
             for name, value in (("default", base), ("invariant", mine)):
                 bench.add("nvfp4", name, shape, m, "time", "us", value, base)
