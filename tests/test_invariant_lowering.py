@@ -3,6 +3,7 @@ instruction and, for the warp's instruction, whether it adds neighbours. That an
 class by construction; the bits themselves are tested on the GPU."""
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -90,3 +91,37 @@ def test_the_gemms_small_tiles_add_neighbours():
 def test_the_nvfp4_tuner_tries_only_the_class():
     names = {name for names in nvfp4_bench.CANDIDATES.values() for name in names}
     assert [name for name in names if not nvfp4.in_class(Config.parse(name))] == []
+
+
+def decode_code(chunk: int) -> Counter:
+    """Counts of the instructions of the decode kernel for grouped queries with pieces of ``chunk`` blocks."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from batch_variance.kernels.decode import triton as kernels
+
+    function = kernels.decode_kernel
+    values = dict(HEADS=64, KV_HEADS=8, GROUP=8, PAGE=64, PAGE2=64, D_QK=128, D_V=128, D_MAIN=128, TAIL=0, BLOCK=64)
+    values |= dict(BLOCK_H=16, CHUNK=chunk, LATENT=False, SPARSE=False, SECOND=False, HAS_SINK=False, UPCAST=False)
+    values |= dict(STAGES=5)
+    halves = {"q_ptr", "keys_ptr", "values_ptr", "keys2_ptr", "values2_ptr", "out_ptr"}
+    floats = {"sink_ptr", "lse_ptr", "part_acc_ptr", "part_ml_ptr"}
+
+    def kind(name):
+        if name in values or name == "scale_log2":
+            return "constexpr" if name in values else "fp32"
+        return "*bf16" if name in halves else "*fp32" if name in floats else "*i32" if name.endswith("_ptr") else "i32"
+
+    names = function.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")}
+    source = ASTSource(function, {name: kind(name) for name in names}, constexprs=values, attrs=aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=5)).asm["ptx"]
+    return Counter(re.findall(r"^\s+([a-z][\w.:]*)\s", ptx, re.M))
+
+
+def test_pieces_by_own_length_are_the_same_arithmetic():
+    fixed, own = decode_code(4), decode_code(-1)
+    arithmetic = {name for name in fixed | own if re.search(r"\.(f32|bf16|bf16x2|f16|f16x2)|^(mma|wgmma)", name)}
+    assert len(arithmetic) > 5 and all(fixed[name] == own[name] for name in arithmetic)
+    assert own["rem.s32"] == fixed["rem.s32"] + 1
