@@ -65,6 +65,8 @@ def test_a_table_worked_out_by_hand(folder):
     assert classes["geometric mean"].tolist() == [1.2649, 0.7071]
     assert "for 1 of 1 weights" in costs.segments_sentence(classes) and "25% to 25%" in costs.segments_sentence(classes)
 
+    assert "One segment was not tried for N1000 K2000" in costs.segments_sentence(classes[classes.segments == 2])
+
     tiling = costs.tiling()
     assert tiling.pieces.tolist() == [16 * 2, 32 * 16]  # tiles of n times segments in parallel; tiles alone in turn
     assert tiling.filled.tolist() == pytest.approx([32 / 132, 512 / 132 / 4]) and tiling.again.tolist() == [1.0, 1.25]
@@ -79,3 +81,19 @@ def test_nvfp4_weights_are_counted_by_their_bytes(folder):
         [dict(benchmark="nvfp4", kernel="nvfp4", policy="invariant", shape="N1000 K2000", m=1, metric="time")]
     ).assign(value=2.0, baseline=2.0, ratio=1.0).to_csv(folder / "recorded" / "nvfp4.csv", index=False)
     assert costs.against_limit("nvfp4").limit[0] == pytest.approx((0.5625 * 2e6 + 4 * 3000) / 4.3e6)
+
+
+def test_decode_rules_are_ranked_and_held_against_the_goal(folder):
+    assert costs.decode_by_rule() is None and "No GPU" in costs.decode_sentence(None)
+    invariant.recorded.cache_clear()
+    rows = [("free-4", 1, 1.5), ("free-4", 256, 1.0), ("free-8", 1, 2.0), ("free-8", 256, 1.0)]
+    one = dict(kernel="triton", metric="time", shape="h64 kv8 d128 1024 full")
+    table = [{**one, "policy": f"invariant-{rule}", "m": m, "ratio": ratio} for rule, m, ratio in rows]
+    table.append({**one, "policy": "default", "m": 1, "ratio": 1.0})
+    pd.DataFrame(table).to_csv(folder / "recorded" / "decode.csv", index=False)
+    found = costs.decode_by_rule()
+    assert found.rule.tolist() == ["free-4", "free-8"] and found["geometric mean"].tolist() == [1.225, 1.414]
+    said = costs.decode_sentence(found)
+    assert "Missed" in said and "worst 1.50 (batch 1, h64 kv8 d128 1024 full)" in said and "not recorded" in said
+    good = found.assign(rule="free-most-8", worst=1.05, **{"geometric mean": 1.01})
+    assert "Reached" in costs.decode_sentence(good) and "not recorded" not in costs.decode_sentence(good)

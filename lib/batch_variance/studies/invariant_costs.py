@@ -17,6 +17,7 @@ PROCESSORS = 132  # multiprocessors of an H200
 WEIGHT_BYTES = {"gemm": 2.0, "nvfp4": 0.5625}  # a weight; an NVFP4 code and its share of a block scale
 VALUE_BYTES = {"gemm": 2, "nvfp4": 4}  # an activation or result
 MEAN_GOAL, WORST_GOAL = 1.00, 1.15  # of the GEMM's time over the library's: geometric mean, and any point
+DECODE_MEAN, DECODE_WORST = 1.01, 1.08  # of decode under a free rule over the best batch-wide schedule of its kernel
 
 
 def weight_of(shape: str) -> tuple[int, int]:
@@ -91,6 +92,44 @@ def goal_sentence(frame: pd.DataFrame) -> str:
     )
 
 
+def decode_by_rule() -> pd.DataFrame | None:
+    """Decode of grouped queries under the free rules over the best batch-wide schedule of the same kernel, best rule
+    first: rule, timings, geometric mean, worst, and where the worst is; None where not recorded."""
+    frame = recorded("decode")
+    if frame is None:
+        return None
+    mine = frame[(frame.kernel == "triton") & (frame.metric == "time") & frame["shape"].str.contains(" kv8 ")]
+    mine = mine[mine.policy.str.startswith("invariant-free")]
+    rows = []
+    for policy, part in mine.groupby("policy"):
+        worst = part.loc[part.ratio.idxmax()]
+        rows.append(
+            {
+                "rule": policy.removeprefix("invariant-"),
+                "timings": len(part),
+                "geometric mean": round(geometric_mean(part.ratio), 3),
+                "worst": round(worst.ratio, 3),
+                "worst at": f"batch {worst.m}, {worst['shape']}",
+            }
+        )
+    return pd.DataFrame(rows).sort_values("geometric mean", ignore_index=True) if rows else None
+
+
+def decode_sentence(frame: pd.DataFrame | None) -> str:
+    """Whether the goal for decode is reached, or that nothing is recorded. frame: `decode_by_rule`."""
+    if frame is None:
+        return "No GPU has recorded decode under a free rule yet: `batch-variance bench decode` does."
+    best = frame.iloc[0]
+    met = best["geometric mean"] <= DECODE_MEAN and best.worst <= DECODE_WORST
+    own = frame.rule.str.startswith("free-most").any()
+    return (
+        f"Goal: a geometric mean of {DECODE_MEAN:.2f} at most and no point above {DECODE_WORST:.2f}. "
+        f"{'Reached' if met else 'Missed'}: the best rule recorded, {best.rule}, has {best['geometric mean']:.3f}, worst "
+        f"{best.worst:.2f} ({best['worst at']})."
+        + ("" if own else " Rules whose pieces grow with the row's own length (free-most-N) are not recorded yet.")
+    )
+
+
 def _tuning() -> pd.DataFrame | None:
     """The tuner's timings inside the class with shape and ratio (to the library's time); None where not recorded."""
     found, times = recorded("gemm_tuning"), recorded_ratios("gemm")
@@ -133,9 +172,11 @@ def segments_sentence(frame: pd.DataFrame) -> str:
         costs = [wide.loc[(s, 2), m] / wide.loc[(s, 1), m] - 1 for s in both for m in many]
         text += (
             f" From 1,024 rows on a second segment costs {min(costs):.0%} to {max(costs):.0%} ({len(costs)} pairs): "
-            "partial sums of a tile go through memory. A weight with few columns needs it all the same, or a few rows "
-            "leave most of the GPU idle."
+            "partial sums of a tile go through memory."
         )
+    untried = [shape for shape in best["shape"] if (shape, 1) not in wide.index]
+    if untried:
+        text += f" One segment was not tried for {', '.join(untried)}: few columns make few tiles at few rows."
     return text
 
 
