@@ -213,7 +213,19 @@ def test_bad_decode_lengths(args, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "free", "free-0", "free-most", "free-most-0", "by-length-4-4", "by-length", "fixed-count--2", "never-split-2", None]
+    "name",
+    [
+        "",
+        "free",
+        "free-0",
+        "free-most",
+        "free-most-0",
+        "by-length-4-4",
+        "by-length",
+        "fixed-count--2",
+        "never-split-2",
+        None,
+    ],
 )
 def test_unknown_rules(name):
     with pytest.raises(BadInput, match="rule"):
@@ -237,7 +249,15 @@ def test_rows_of_one_plan_have_pieces_of_their_own_length():
 def test_pieces_of_each_rule():
     counts = {
         name: [own_length_rule(name).pieces(n) for n in (0, 1, 2, 8, 32)]
-        for name in ("never-split", "root-length", "fixed-count-4", "fixed-chunk-4", "free-16", "free-most-4", "by-length-2-8")
+        for name in (
+            "never-split",
+            "root-length",
+            "fixed-count-4",
+            "fixed-chunk-4",
+            "free-16",
+            "free-most-4",
+            "by-length-2-8",
+        )
     }
     assert counts == {
         "never-split": [1, 1, 1, 1, 1],

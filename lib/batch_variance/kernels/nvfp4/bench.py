@@ -142,9 +142,7 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
         for m in ROWS:
             config = Config.parse(chosen[m])
-            base, mine = alternating_microseconds(
-                calls(default, m), calls(lambda a, w: matmul(a, w, config, count), m)
-            )
+            base, mine = alternating_microseconds(calls(default, m), calls(lambda a, w: matmul(a, w, config, count), m))
             shape = f"N{N} K{K}"
             moved = 0.5625 * N * K + 4 * m * (K + N)
             for name, value in (("default", base), ("invariant", mine)):
