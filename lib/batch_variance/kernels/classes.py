@@ -103,15 +103,19 @@ def classify(
     return pd.DataFrame(found)
 
 
+def watch(operation: Operation, rows: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of the first m rows, and the results of the watched rows, each among m rows."""
+    watched = watched_rows(len(rows))
+    if m >= watched:
+        out = operation(rows[:m])
+        return out, out[:watched]
+    outs = [operation(rows.roll(-i, 0)[:m]) for i in range(watched)]
+    return outs[0], torch.stack([one[0] for one in outs])
+
+
 def _one(operation: Operation, rows: torch.Tensor, m: int) -> dict:
     try:
-        watched = watched_rows(len(rows))
-        if m >= watched:
-            out = operation(rows[:m])
-            mine = out[:watched]
-        else:
-            outs = [operation(rows.roll(-i, 0)[:m]) for i in range(watched)]
-            out, mine = outs[0], torch.stack([o[0] for o in outs])
+        out, mine = watch(operation, rows, m)
         order = torch.randperm(m, generator=torch.Generator().manual_seed(m)).to(rows.device)
         moved = int((~_same_bits(operation(rows[:m][order]), out[order])).sum())
         return {

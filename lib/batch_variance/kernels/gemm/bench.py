@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ...common import BadInput, write_atomically
 from ...common.provenance import gpu_columns
-from ..classes import SIZES, bit_name, classify, widest_class
+from ..classes import SIZES, bit_name, classify, watch, widest_class
 from ..recorded import Benchmark, replace_rows
 from ..timing import alternating_microseconds, copies, graph_microseconds
 from .invariant import Config, matmul, segment_steps
@@ -163,8 +163,8 @@ def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
             row["failure"] = (str(error) or repr(error)).splitlines()[0][:120]
 
     def look(m, call):
-        y = call(shape.x[:m], shape.weights[0])
-        return dict(bit_class=bit_name(y[0]), wrong=shape.wrong(y))
+        y, watched = watch(lambda x: call(x, shape.weights[0]), shape.x, m)
+        return dict(bit_class=bit_name(watched), wrong=shape.wrong(y))
 
     for row in found:
         attempt(row, look)
