@@ -465,6 +465,9 @@ def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
     assert pair is not None and not pair.tokens.same[pair.split] and pair.tokens.same[: pair.split].all()
     alone = pair.candidates[pair.candidates.served == "alone"]
     assert alone.logit.iloc[0] >= alone.logit.iloc[1] and alone.chosen.tolist() == [True, False]
+    # On a dark page the page's own light ink would stand on the light marking.
+    marked = plots.texts_html(pair.tokens, "<b>", pair.split)
+    assert marked.count("background:") == marked.count(";color:") > 0
     assert "outline" in plots.texts_html(pair.tokens, "<b>", pair.split) and "&lt;b&gt;" in plots.texts_html(
         pair.tokens, "<b>", pair.split
     )

@@ -301,7 +301,7 @@ def texts_html(tokens: pd.DataFrame, prompt: str, split: int) -> str:
     def line(column: str, margin: str) -> str:
         pieces = []
         for index, row in enumerate(tokens.to_dict("records")):
-            style = "" if row["same"] else "background:#F6D5C3;text-decoration:underline;"
+            style = "" if row["same"] else "background:#F6D5C3;color:#1B1F1D;text-decoration:underline;"
             style += "outline:2px solid #D55E00;" if index == split else ""
             known = f", margin {row[margin]:.3g}" if column == "alone" or index <= split else ""
             pieces.append(f'<span style="{style}" title="token {index}{known}">{html.escape(str(row[column]))}</span>')
