@@ -14,26 +14,20 @@ import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from ..common import Rate, resolve_device
-from ..engine import MECHANISMS, Mechanisms, Settings
-from ..engine.experts import SPLITS
+from ..engine import Mechanisms, Settings
 from ..engine import mechanisms as switches
 from ..kernels.nvfp4 import policy
 from . import attribution_measuring as measuring
 from .attribution_design import DESIGNS, Design
 from .attribution_measuring import AMPLIFIERS, Measured, Plan, applicable
 from .cells import Subject, never_alone, occurred
-from .parameters import StudyParameters
+from .served_model import Device, ServedModel
 from .texts import many_prompts
 
 
-class Parameters(StudyParameters):
+class Parameters(ServedModel):
     """Parameters of notebook 04."""
 
-    model: str
-    ffn: Literal["moe", "dense"]
-    experts: int = Field(ge=2)
-    top_k: int = Field(ge=1)
-    expert_split: Literal[SPLITS]
     threshold: int
     mechanisms: list[str]
     design: Literal[DESIGNS]
@@ -51,7 +45,7 @@ class Parameters(StudyParameters):
     carrier: str
     planted: list[float]
     processes: int = Field(ge=0)
-    device: str
+    device: Device
     record: str
 
     @field_validator("threshold")
@@ -111,16 +105,8 @@ class Parameters(StudyParameters):
             raise ValueError("give at least two sizes above 0, rising.")
         return value
 
-    @field_validator("device")
-    @classmethod
-    def _device(cls, value: str) -> str:
-        resolve_device(value)
-        return value
-
     @model_validator(mode="after")
     def _together(self) -> Self:
-        if self.ffn == "moe" and self.top_k > self.experts:
-            raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
         if len(applicable(self.mechanisms, self.ffn, self.activations)) < 2:
             raise ValueError(
                 f"of mechanisms = {self.mechanisms} fewer than two can act with ffn = {self.ffn!r} and activations = "

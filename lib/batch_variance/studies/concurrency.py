@@ -15,22 +15,16 @@ from tqdm.auto import tqdm
 
 from ..common import resolve_device
 from ..engine import MECHANISMS, ChatTokenizer, EngineConfig, Load, Mechanisms, Model, Settings, build, hf_folder
-from ..engine.experts import SPLITS
 from . import forcing
 from .cells import Cell, Loaded, Served, Subject, in_memory, serve_cells, worker_pool
-from .parameters import StudyParameters
 from .power import StoppingRule
+from .served_model import Device, ServedModel
 from .texts import many_prompts, read_prompts
 
 
-class Parameters(StudyParameters):
+class Parameters(ServedModel):
     """Parameters of notebook 03."""
 
-    model: str
-    ffn: Literal["dense", "moe"]
-    experts: int = Field(ge=2)
-    top_k: int = Field(ge=1)
-    expert_split: Literal[SPLITS]
     mechanisms: list[str]
     threshold: int = Field(ge=0)
     storage: Literal["bfloat16", "float32"]
@@ -46,7 +40,7 @@ class Parameters(StudyParameters):
     prompts: str
     prompt_count: int
     seed: int = Field(ge=0)
-    device: str
+    device: Device
     processes: int = Field(ge=0)
     record: str
 
@@ -72,12 +66,6 @@ class Parameters(StudyParameters):
         StoppingRule(value)
         return value
 
-    @field_validator("device")
-    @classmethod
-    def _device(cls, value: str) -> str:
-        resolve_device(value)
-        return value
-
     @field_validator("prompts")
     @classmethod
     def _prompts(cls, value: str) -> str:
@@ -96,8 +84,6 @@ class Parameters(StudyParameters):
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        if self.ffn == "moe" and self.top_k > self.experts:
-            raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
         above = [level for level in self.concurrencies if level > 1]
         if self.parity_concurrency not in self.twin_concurrencies:
             raise ValueError(

@@ -13,25 +13,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, Self
 
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from tqdm.auto import tqdm
 
 from ..common import BadInput, Rate, resolve_device
 from ..common.devices import simulated_tier
 from ..engine import ChatTokenizer, EngineConfig, Load, Model, Run, hf_folder, load_weights, serve
-from ..engine.experts import SPLITS, perplexity, prompt_logits, python_docs, split_for
+from ..engine.experts import perplexity, prompt_logits, python_docs, split_for
 from ..kernels.nvfp4 import GEMM, GEMV, POLICY_NAMES, policy
 from ..kernels.nvfp4.reference import matmul_float64
 from ..kernels.sets import KernelSet, NativeKernels, kernel_set
 from ..kernels.tiles import differing_rows
 from ..numerics import row_scaled_ulp, ulp_distance
-from .parameters import StudyParameters
 from .recordings import recorded_source, recorded_table, save_tables, without_columns  # noqa: F401 (recorded_source: for the notebook)
+from .served_model import Device, ServedModel
 from .texts import first_divergence, read_prompts
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65)
@@ -39,14 +38,9 @@ RECORDED = "row_threshold"
 RECORDED_TABLES = ("variants", "pairs", "crossings", "decomposition", "agreement", "control", "quality")
 
 
-class Parameters(StudyParameters):
+class Parameters(ServedModel):
     """Parameters of notebook 01."""
 
-    model: str
-    ffn: Literal["moe", "dense"]
-    experts: int = Field(ge=2)
-    top_k: int = Field(ge=1)
-    expert_split: Literal[SPLITS]
     threshold: int
     policies: list[str]
     concurrencies: list[int]
@@ -56,7 +50,7 @@ class Parameters(StudyParameters):
     perplexity_tokens: int = Field(ge=2)
     prompts: str
     seed: int = Field(ge=0)
-    device: str
+    device: Device
     record: str
 
     @field_validator("threshold")
@@ -83,23 +77,11 @@ class Parameters(StudyParameters):
             raise ValueError("give different whole numbers from 1: 1 (the solo reference) and at least one above it.")
         return value
 
-    @field_validator("device")
-    @classmethod
-    def _device(cls, value: str) -> str:
-        resolve_device(value)
-        return value
-
     @field_validator("prompts")
     @classmethod
     def _prompts(cls, value: str) -> str:
         read_prompts(value)
         return value
-
-    @model_validator(mode="after")
-    def _experts_used(self) -> Self:
-        if self.ffn == "moe" and self.top_k > self.experts:
-            raise ValueError(f"top_k = {self.top_k} does not fit {self.experts} experts: give 1 ... {self.experts}.")
-        return self
 
 
 @dataclass

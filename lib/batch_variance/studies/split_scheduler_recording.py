@@ -53,7 +53,7 @@ FLASHMLA_RULES = (
     "by-length-8-24",
 )
 STREAMS = (1, 2, 4)
-FLASHMLA_SHAPES = ((64, 512), (64, 2048), (128, 2048))
+FLASHMLA_SHAPES = ((64, 512), (64, 2048), (128, 512), (128, 2048))
 TRITON_RULES = {
     "grouped": ("free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
     "latent": ("free-2", "free-4", "free-8", "fixed-chunk-4", "fixed-count-4", "never-split"),
