@@ -70,7 +70,7 @@ def words(part: pd.DataFrame, concurrency: int) -> str:
     said += f"{str(at.together)!r} together."
     if pd.notna(at.margin_alone):
         said += (
-            f" The margin there is {at.margin_alone:.3g} logits alone and {at.margin_together:.3g} together, where the "
+            f" The margin there is {at.margin_alone:.3g} logits alone and {at.margin_together:.3g} in the batch measured, where the "
             f"median margin alone is {part.margin_alone.median():.3g}."
         )
     if "noise" in part and pd.notna(at.noise):
