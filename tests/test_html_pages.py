@@ -501,3 +501,9 @@ def test_what_a_notebook_displays_cannot_make_the_page_load_anything(report, bro
     context.new_page().goto(path.as_uri(), wait_until="networkidle")
     context.close()
     assert sorted(asked) == ([] if protected else ["/a.png", "/b.js", "/c.css"])
+
+
+def test_a_duration_never_has_sixty_seconds():
+    from batch_variance.reporting.html import duration
+
+    assert [duration(s) for s in (None, 8.04, 89.9, 119.8, 125.2)] == ["–", "8.0 s", "89.9 s", "2 min 00 s", "2 min 05 s"]

@@ -132,7 +132,8 @@ def alt_text(output: dict[str, Any], kind: str) -> str:
 def duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
-    return f"{seconds:.1f} s" if seconds < 90 else f"{int(seconds // 60)} min {seconds % 60:02.0f} s"
+    minutes, rest = divmod(round(seconds), 60)  # rounded first: 119.8 s are two minutes, not "1 min 60 s"
+    return f"{seconds:.1f} s" if seconds < 90 else f"{minutes} min {rest:02d} s"
 
 
 FILTERS = {
