@@ -135,7 +135,7 @@ def test_processes_share_a_gpu_and_change_nothing(tiny_folder):
     subject = Subject.of(
         str(tiny_folder), "moe", 6, 4, "contiguous", "cuda", ["a", "what is it", "tell me more of this thing", "no"]
     )
-    plan = [Cell(Settings(mechanisms, threshold=8), 6, 70, 5) for mechanisms in (Mechanisms.none(), Mechanisms.all())]
+    plan = [Cell(Settings(mechanisms, threshold=8), 12, 70, 5) for mechanisms in (Mechanisms.none(), Mechanisms.all())]
     one, three = (serve_cells(subject, plan, processes, progress=False) for processes in (1, 3))
     pd.testing.assert_frame_equal(one.requests, three.requests)
     assert subject.tier == "live-gpu" and not one.requests[one.requests.mechanisms == "none"].margins_moved.any()

@@ -3,7 +3,8 @@ rule costs.
 
 Two kernels are measured: this project's Triton kernels, and FlashMLA where its extension is found. Correctness comes
 first, then bits, then CUDA-graph timings; what fails is reported and the rest goes on. Run it on the GPU machine as
-``python -m batch_variance.studies.split_scheduler_recording OUT [check] [tune] [bits] [time]``.
+``python -m batch_variance.studies.split_scheduler_recording OUT [check] [tune] [bits] [time] [missing]``: ``missing``
+times only the kernels, shapes and batches of which OUT has no time.
 """
 
 import sys
@@ -35,7 +36,7 @@ from ..schedules import BATCH_WIDE, make_plan, one_program_a_row
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHECKED_ROWS = 24
-POOL_PAGES = 16384
+POOL_PAGES = 65536
 FLASHMLA_RULES = (
     "never-split",
     "fixed-count-2",
@@ -196,7 +197,7 @@ def triton_cases(quick: bool = False):
     for longest in (1024, 8192):
         for kind in ("full", "ragged"):
             for batch in BATCHES:
-                if batch * longest <= POOL_PAGES * 64 and batch <= 256 and not (quick and batch not in (1, 16, 128)):
+                if not (quick and batch not in (1, 16, 128)):
                     yield (
                         "grouped",
                         f"h64 kv8 d128 {longest} {kind}",
@@ -210,7 +211,7 @@ def triton_cases(quick: bool = False):
         for heads, topk in FLASHMLA_SHAPES:
             kind = "full" if d_qk == 576 else "ragged"
             for batch in BATCHES:
-                if batch <= 256 and not (quick and batch not in (1, 16, 128)):
+                if not (quick and batch not in (1, 16, 128)):
                     yield (
                         "latent",
                         f"h{heads} d{d_qk} topk{topk} {kind}",
@@ -397,6 +398,15 @@ class Recorder:
     def time(self, kernel, policy, shape, batch, microseconds, default):
         self.measure(kernel, policy, shape, batch, "time", "us", microseconds, default)
 
+    def timed(self) -> set[tuple[str, str, int]]:
+        """(kernel, shape, batch) whose default has a time in the folder."""
+        path = self.folder / "decode.csv"
+        if not path.exists():
+            return set()
+        table = pd.read_csv(path)
+        table = table[(table.metric == "time") & (table.policy == "default")]
+        return set(zip(table.kernel, table["shape"], table.m))
+
     def calls(self, policy, shape, batch, calls):
         self.measure("flashmla", policy, shape, batch, "calls", "count", calls, 1)
 
@@ -522,12 +532,15 @@ def bits_stage(rec: Recorder, op) -> None:
                 )
 
 
-def time_stage(rec: Recorder, op) -> None:
+def time_stage(rec: Recorder, op, known: set[tuple[str, str, int]] = frozenset()) -> None:
+    """known: (kernel, shape, batch) to pass over."""
     if op is not None:
         for heads, topk in FLASHMLA_SHAPES:
             for d_qk, kind in ((576, "full"), (512, "ragged")):
                 shape = f"h{heads} d{d_qk} topk{topk} {kind}"
                 for batch in BATCHES:
+                    if ("flashmla", shape, batch) in known:
+                        continue
                     make = flashmla_maker(heads, d_qk, topk, 0, kind, batch)
                     default = rec.attempt(f"time {shape} {batch}", lambda: flashmla_time(op, make, BATCH_WIDE))
                     if default is None:
@@ -556,6 +569,8 @@ def time_stage(rec: Recorder, op) -> None:
                         rec.calls(policy_of(rule), shape, batch, got[1])
         rec.save()
     for group, shape, batch, make in triton_cases():
+        if ("triton", shape, batch) in known:
+            continue
         default = rec.attempt(f"time triton {shape} {batch}", lambda: triton_time(make, BATCH_WIDE))
         if default is None:
             continue
@@ -603,10 +618,11 @@ def main(arguments: list[str]) -> int:
     Raises BadInput without a GPU, without a folder, or for an unknown stage.
     """
     stages = arguments[1:] or ["check", "bits", "time"]
-    unknown = sorted(set(stages) - {"check", "tune", "bits", "time"})
+    unknown = sorted(set(stages) - {"check", "tune", "bits", "time", "missing"})
     if not arguments or unknown:
         raise BadInput(
-            f"{', '.join(unknown) or 'nothing'} was given: name a folder, then stages of check, tune, bits, time."
+            f"{', '.join(unknown) or 'nothing'} was given:"
+            " name a folder, then stages of check, tune, bits, time, missing."
         )
     resolve_device("cuda")
     torch.manual_seed(0)
@@ -618,6 +634,7 @@ def main(arguments: list[str]) -> int:
         ("tune", lambda: tune_stage(rec)),
         ("bits", lambda: bits_stage(rec, op)),
         ("time", lambda: time_stage(rec, op)),
+        ("missing", lambda: time_stage(rec, op, rec.timed())),
     ):
         if stage in stages:
             start = time.time()
