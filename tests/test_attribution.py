@@ -2,6 +2,7 @@
 and figures."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import matplotlib
@@ -12,7 +13,7 @@ from scipy.stats import fisher_exact
 
 matplotlib.use("Agg")
 
-from batch_variance.common import BadInput  # noqa: E402
+from batch_variance.common import BadInput, exact_interval  # noqa: E402
 from batch_variance.engine import Mechanisms, Settings  # noqa: E402
 from batch_variance.reporting import judge  # noqa: E402
 from batch_variance.reporting.plots import attribution as plots  # noqa: E402
@@ -668,3 +669,37 @@ def test_wrong_parameters_are_refused_by_name(change):
 def test_mechanisms_that_cannot_act_are_left_out_or_refused():
     with pytest.raises(BadInput, match="fewer than two can act"):
         study.Parameters.checked(GIVEN | {"ffn": "dense", "mechanisms": ["split_k", "expert_order"]})
+
+
+def selections(chosen: int, all_taken: int) -> pd.DataFrame:
+    """A table as `selection_table` gives it: two small mechanisms, the row threshold and none."""
+    rows = []
+    for ffn, changed in zip(findings.SELECTIONS.values(), (0, all_taken, chosen)):
+        for name, count, moved in (("none", 0, 0.0), ("row_threshold", 60, 1.0), ("norm_blocks", changed, 0.9)):
+            low, high = exact_interval(count, 1000)
+            rows.append((ffn, name, 1000, count, low, high, moved, moved / 50, "a label"))
+    names = ["ffn", "mechanisms", "requests", "changed", "low", "high", "margins moved", "largest move", "label"]
+    return pd.DataFrame(rows, columns=names)
+
+
+@pytest.mark.parametrize("chosen,all_taken,verdict", [(90, 0, "pass"), (90, 80, "fail"), (0, 0, "fail")])
+def test_the_choice_of_experts_is_judged_by_what_taking_all_does(chosen, all_taken, verdict):
+    table = selections(chosen, all_taken)
+    assert judge(**findings.selection_verdict(table)).verdict == verdict
+    said = findings.selection_sentence(table)
+    assert f"some chosen {chosen} of 1000" in said and f"all taken {all_taken} of 1000" in said
+    table.loc[table.mechanisms == "none", "changed"] = 1
+    assert judge(**findings.selection_verdict(table)).verdict == "inconclusive"
+
+
+def test_the_choice_of_experts_needs_all_three_runs(measured, subject, tmp_path, monkeypatch):
+    folder = home(tmp_path, monkeypatch)
+    monkeypatch.setattr(measuring, "prefix_of", lambda kind, tier: f"attribution_{kind}")  # as a GPU would name them
+    measuring.save(subject, "some", plan_of(), measured, folder)
+    assert findings.selection_table().empty and "not recorded" in findings.selection_sentence(pd.DataFrame())
+    measuring.save(replace(subject, top_k=subject.experts), "all", plan_of(), measured, folder)
+    measuring.save(replace(subject, ffn="dense"), "dense", plan_of(), measured, folder)
+    table = findings.selection_table()
+    assert list(dict.fromkeys(table.ffn)) == list(findings.SELECTIONS.values())
+    assert list(dict.fromkeys(table.label)) == ["dense", "all", "some"] and (table.requests > 0).all()
+    assert {text.get_text() for text in plots.selection(table).axes[0].get_yticklabels()}

@@ -9,7 +9,8 @@ import pandas as pd
 from scipy.stats import binom, hypergeom, kendalltau
 
 from ..common import Rate
-from .attribution import Setup, alone_table, amplifier_table, load_table, planted_table
+from ..engine import MECHANISMS
+from .attribution import Setup, alone_table, amplifier_table, cell_table, load_table, planted_table
 from .attribution_design import Design, budget, clear_pairs, interactions, resampled_worth, reversed_pairs, shapley
 from .attribution_measuring import Measured, design_of, recorded
 from .power import chance_of_more, requests_to_tell_apart
@@ -471,6 +472,71 @@ def recorded_sentence(runs: list[RecordedRun]) -> str:
     if not runs:
         return "No GPU run of this study is recorded: run it with `--device cuda -p record=data/recorded` to add one."
     return " ".join(f"{recorded_source(run.measured.prompts)} {run.requests:,} requests in the budget." for run in runs)
+
+
+SELECTIONS = {"dense": "dense", "moe-all": "experts, all taken", "moe": "experts, some chosen"}
+
+
+def selection_table() -> pd.DataFrame:
+    """Each mechanism alone on in the recorded GPU runs of a dense FFN, of experts that are all taken, and of experts
+    that a router chooses among; empty unless all three are recorded.
+
+    ffn, label; mechanisms, requests, changed, low, high, margins moved (share of tokens), largest move (logits).
+    """
+    runs = {words: recorded(kind) for kind, words in SELECTIONS.items()}
+    if any(measured is None for measured in runs.values()):
+        return pd.DataFrame()
+    found = []
+    for words, measured in runs.items():
+        part = measured.part("budget")
+        cells = cell_table(part, "mechanisms")
+        cells = cells[cells.mechanisms.isin(("none", *MECHANISMS))]
+        found.append(cells.assign(ffn=words, label=part.label.iloc[0]))
+    columns = ["ffn", "mechanisms", "requests", "changed", "low", "high", "margins moved", "largest move", "label"]
+    return pd.concat(found, ignore_index=True)[columns]
+
+
+def _small(table: pd.DataFrame) -> pd.DataFrame:
+    """The mechanisms that every FFN has and that change no text under a dense one."""
+    counted = table[table.mechanisms != "none"].pivot(index="mechanisms", columns="ffn", values="changed").dropna()
+    return table[table.mechanisms.isin(counted.index[counted["dense"] == 0])]
+
+
+def selection_sentence(table: pd.DataFrame) -> str:
+    if table.empty:
+        return "Whether the choice of experts carries small noise is not recorded."
+    small = _small(table)
+    said = []
+    for words, part in small.groupby("ffn", sort=False):
+        rate = Rate(int(part.changed.sum()), int(part.requests.sum()))
+        largest = part["largest move"].max()
+        said.append(f"with {words} {rate} texts changed, and no margin moved by more than {largest:.2g}")
+    names = ", ".join(_named(name) for name in dict.fromkeys(small.mechanisms))
+    return f"Each alone on, {names}: {'; '.join(said)}. A last bit that swaps an expert is no longer a last bit."
+
+
+def selection_verdict(table: pd.DataFrame) -> dict:
+    """Does the noise still change texts when the same kernels run the same experts and none is left out?"""
+    small = _small(table)
+    rates = {
+        kind: Rate(int(part.changed.sum()), int(part.requests.sum()))
+        for kind, words in SELECTIONS.items()
+        for part in [small[small.ffn == words]]
+    }
+    off, threshold = (table[table.mechanisms == name] for name in ("none", "row_threshold"))
+    return {
+        "id": "04.h200-choice-of-experts",
+        "claim": "Mechanisms that change no text under a dense FFN change some where a router chooses experts, and fewer"
+        " where the same experts are all taken",
+        "holds": rates["moe"].interval[0] > rates["moe-all"].interval[1],
+        "value": f"{rates['moe']} against {rates['moe-all']}",
+        "expected": "fewer with all taken",
+        "n": int(small.requests.sum()),
+        "tier": "recorded-gpu",
+        "negative_control": not off.changed.any() and not off["margins moved"].any(),
+        "positive_control": bool((threshold.changed > 0).all()),
+        "occurred": bool((small["margins moved"] > 0).all()),
+    }
 
 
 def recorded_off() -> list[tuple[str, str, pd.DataFrame]]:

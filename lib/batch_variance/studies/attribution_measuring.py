@@ -180,13 +180,18 @@ def by_prompt(requests: pd.DataFrame, parts: list[str]) -> pd.DataFrame:
     return pd.concat([rows.assign(part=part) for part in parts], ignore_index=True)
 
 
-def prefix_of(ffn: str, tier: str) -> str:
+def kind_of(subject: Subject) -> str:
+    """The FFN in the names of recorded tables: dense, moe, or moe-all where every expert is taken and none chosen."""
+    return "moe-all" if subject.ffn == "moe" and subject.top_k == subject.experts else subject.ffn
+
+
+def prefix_of(kind: str, tier: str) -> str:
     """How the names of recorded tables begin: what a GPU served apart from what a CPU modelled."""
-    return f"{RECORDED}_{ffn}" if tier == "live-gpu" else f"{RECORDED}_cpu_{ffn}"
+    return f"{RECORDED}_{kind}" if tier == "live-gpu" else f"{RECORDED}_cpu_{kind}"
 
 
 def save(subject: Subject, label: str, plan: Plan, measured: Measured, folder: str | Path) -> list[Path]:
-    """Write the tables as ``<folder>/attribution_<ffn>_<table>.csv`` (``attribution_cpu_...`` without a GPU) with what
+    """Write the tables as ``<folder>/attribution_<kind>_<table>.csv`` (``attribution_cpu_...`` without a GPU) with what
     ran beside every row; "" writes none.
 
     A part replaces its own older rows and leaves other parts', so that parts can be run one by one.
@@ -195,7 +200,7 @@ def save(subject: Subject, label: str, plan: Plan, measured: Measured, folder: s
         return []
     stamp, written = stamp_of(subject, label, plan) | _provenance(), []
     for name in TABLES:
-        frame, path = getattr(measured, name), Path(folder) / f"{prefix_of(subject.ffn, subject.tier)}_{name}.csv"
+        frame, path = getattr(measured, name), Path(folder) / f"{prefix_of(kind_of(subject), subject.tier)}_{name}.csv"
         if frame.empty:
             continue
         new = frame.assign(**stamp)
@@ -219,9 +224,9 @@ def _replaced(old: pd.DataFrame, new: pd.DataFrame, plan: Plan) -> pd.Series:
     return key(old).isin(key(new))
 
 
-def recorded(ffn: str, tier: str = "live-gpu") -> Measured | None:
-    """What is committed for an FFN kind and the tier it was served on, None where a table is missing."""
-    tables = {name: recorded_table(prefix_of(ffn, tier), name) for name in TABLES}
+def recorded(kind: str, tier: str = "live-gpu") -> Measured | None:
+    """What is committed for an FFN (`kind_of`) and the tier it was served on, None where a table is missing."""
+    tables = {name: recorded_table(prefix_of(kind, tier), name) for name in TABLES}
     return None if any(frame.empty for frame in tables.values()) else Measured(**tables)
 
 

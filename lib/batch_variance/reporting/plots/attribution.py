@@ -56,6 +56,30 @@ def bits_and_texts(alone: pd.DataFrame, label: str = "") -> Figure:
 
 
 @drawn
+def selection(table: pd.DataFrame) -> Figure:
+    """table: `studies.attribution_findings.selection_table`. Texts that each mechanism alone changes, and the largest
+    move of a margin, by how an FFN's experts are chosen."""
+    names = [name for name in dict.fromkeys(table.mechanisms) if name != "none"]
+    fig, (texts, moves) = plt.subplots(1, 2, figsize=(7.2, 0.5 * len(names) + 1.5), sharey=True)
+    for number, (words, part) in enumerate(table.groupby("ffn", sort=False)):
+        part = part[part.mechanisms.isin(names)]
+        place = np.array([len(names) - names.index(name) for name in part.mechanisms]) + 0.2 * (1 - number)
+        style = dict(fmt="o^s"[number], color=f"C{number}", label=words)
+        _span(texts, place, part.changed / part.requests, part.low, part.high, **style)
+        moves.plot(part["largest move"], place, "o^s"[number], color=f"C{number}")
+    texts.set(
+        xlabel="requests whose text changed",
+        yticks=range(len(names), 0, -1),
+        yticklabels=_words(names),
+        title="Text",
+    )
+    moves.set(xlabel="largest move of a margin (logits)", xscale="log", title="Bits")
+    _percent(texts)
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+@drawn
 def budget(shares: pd.DataFrame, label: str = "") -> Figure:
     """shares: `attribution_design.budget`. A mechanism's share of the changed requests, and its effect switched on or
     off alone."""
