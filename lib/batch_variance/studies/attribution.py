@@ -275,7 +275,8 @@ def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
 def load_table(measured: Measured) -> pd.DataFrame:
     """None on and all on at each concurrency."""
     part = measured.part("load")
-    return cell_table(part.assign(on=part.mechanisms.where(part.mechanisms == "none", "all")), "on", "concurrency")
+    table = cell_table(part.assign(on=part.mechanisms.where(part.mechanisms == "none", "all")), "on", "concurrency")
+    return table.sort_values(["on", "concurrency"], ascending=[False, True], ignore_index=True)
 
 
 def amplifier_table(measured: Measured) -> pd.DataFrame:

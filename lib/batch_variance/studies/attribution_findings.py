@@ -98,16 +98,14 @@ def load_sentence(loads: pd.DataFrame) -> str:
         said.append(f"With all off {rate} requests changed, at concurrency {', '.join(map(str, off.concurrency))}.")
     if len(on):
         rates = "; ".join(f"{row.rate:.1%} at {row.concurrency}" for row in on.itertuples())
-        rising = bool((on.rate.diff().dropna() >= 0).all())
+        rising = bool((on.rate.diff().dropna() > 0).all())
         how = (
-            "it rises at each step"
-            if rising
-            else (
-                "it does not rise at every step: texts that change once cannot change twice, so the share saturates,"
-                " and which path a row alone takes (a small batch can share its choices) matters as much as how many"
-                " rows there are"
-            )
+            "it does not rise at every step: texts that change once cannot change twice, so the share saturates,"
+            " and which path a row alone takes (a small batch can share its choices) matters as much as how many"
+            " rows there are"
         )
+        if rising or not on.changed.any():
+            how = "it rises at each step" if rising else "too few requests to see it rise"
         said.append(f"With all on the share that changed was {rates}; {how}.")
     return " ".join(said)
 
