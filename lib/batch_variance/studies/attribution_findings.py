@@ -510,7 +510,8 @@ def selection_sentence(table: pd.DataFrame) -> str:
         largest = part["largest move"].max()
         said.append(f"with {words} {rate} texts changed, and no margin moved by more than {largest:.2g}")
     names = ", ".join(_named(name) for name in dict.fromkeys(small.mechanisms))
-    return f"Each alone on, {names}: {'; '.join(said)}. A last bit that swaps an expert is no longer a last bit."
+    held = " A last bit that swaps an expert is no longer a last bit." if selection_verdict(table)["holds"] else ""
+    return f"Each alone on, {names}: {'; '.join(said)}.{held}"
 
 
 def selection_verdict(table: pd.DataFrame) -> dict:
