@@ -1,6 +1,8 @@
 """Notebook 05's study: what it finds on this CPU, what it says without and with recorded tables, and the bench
 command."""
 
+import re
+
 import pandas as pd
 import pytest
 import torch
@@ -8,6 +10,7 @@ from click.testing import CliRunner
 
 from batch_variance.common import BadInput
 from batch_variance.kernels import command
+from batch_variance.kernels.gemm import bench as gemm_bench
 from batch_variance.numerics.trees import segmented, sequential
 from batch_variance.reporting.plots import invariant as plots
 from batch_variance.studies import engine_bench
@@ -199,3 +202,30 @@ def test_the_engine_benchs_model_keeps_texts_on_invariant_kernels():
     config = EngineConfig(max_rows=64, max_length=128, page=16, ignore_eos=True, split_rule="free-4", split_block=16)
     model = Model(weights, EmulatedKernels(), policy("default"))
     assert engine_bench.variants(model, config, engine_bench.prompts(4, 64), 4, 12, 4) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    "name,kind",
+    [
+        ("nvjet_tst_128x64_64x8_1x2_h_bz_coopA_TNN", "matmul"),
+        ("parallel", "matmul"),
+        ("decode_kernel", "decode attention"),
+        ("_attend", "prefill attention"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_the_engine_bench_tells_kernels_apart_by_name(name, kind):
+    assert engine_bench.kind_of(name) == kind and kind in engine_bench.KINDS
+
+
+@pytest.mark.parametrize("rows,said", [((7,), "rows [7]: give some of"), ((), "rows []: give some of")])
+def test_rows_tuned_again_are_some_of_those_that_are_tuned(tmp_path, rows, said):
+    with pytest.raises(BadInput, match=re.escape(said)):
+        gemm_bench.run(tmp_path, 1.0, rows)
+
+
+def test_rows_are_tuned_again_only_in_a_class_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(gemm_bench, "tuned", lambda name: {})
+    with pytest.raises(BadInput, match="no class for N4096 K4096"):
+        gemm_bench.run(tmp_path, 1.0, (256,))
+    assert not list(tmp_path.iterdir())

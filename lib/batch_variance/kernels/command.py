@@ -23,7 +23,8 @@ BENCHMARKS = {
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]"
 )
-def bench(benchmark, budget_seconds, out):
+@click.option("--rows", type=int, multiple=True, help="For gemm: tune these row counts again, in the class as it is.")
+def bench(benchmark, budget_seconds, out, rows):
     """Time invariant kernels against the default ones on this GPU.
 
     Writes BENCHMARK.csv into the folder; rows of the same GPU measured before are replaced. Tuned configurations go to
@@ -33,5 +34,8 @@ def bench(benchmark, budget_seconds, out):
         raise BadInput(f"benchmark {benchmark!r} is unknown: give one of {', '.join(BENCHMARKS)}.")
     if not budget_seconds > 0:
         raise BadInput(f"--budget-seconds {budget_seconds:g} leaves no time: give a number above 0.")
+    if rows and benchmark != "gemm":
+        raise BadInput(f"--rows {rows[0]} with {benchmark}: only gemm tunes row counts one by one.")
     resolve_device("cuda")
-    importlib.import_module(BENCHMARKS[benchmark]).run(out or data_path("recorded"), budget_seconds)
+    some = {"rows": rows} if rows else {}
+    importlib.import_module(BENCHMARKS[benchmark]).run(out or data_path("recorded"), budget_seconds, **some)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -34,6 +35,7 @@ SHAPE = Architecture(
     tied_embedding=False,
     eos=(),
 )
+KINDS = ("matmul", "decode attention", "prefill attention", "other")
 LABEL = "random Llama, 4 layers of 2048 x 7168, bfloat16"
 
 
@@ -89,8 +91,20 @@ def variants(
     return sum(request.output != alone[request.prompt] for request in found), len(found)
 
 
-def _step_times(model: Model, config: EngineConfig, texts, concurrency: int, tokens: int) -> tuple[float, float]:
-    """Milliseconds of one engine step: by the wall clock, and the GPU's busy share of it."""
+def kind_of(kernel: str) -> str:
+    """What a GPU kernel does in the engine, by its name: matmul, decode attention, prefill attention or other."""
+    name = kernel.lower()
+    kinds = {
+        "decode attention": ("decode_kernel", "combine_kernel"),
+        "prefill attention": ("_attend",),
+        "matmul": ("gemm", "nvjet", "cutlass", "splitk", "parallel", "in_turn", "gemv", "cublas"),
+    }
+    return next((kind for kind, marks in kinds.items() if any(mark in name for mark in marks)), "other")
+
+
+def _step_times(model: Model, config: EngineConfig, texts, concurrency: int, tokens: int) -> dict[str, float]:
+    """Milliseconds of one engine step: by the wall clock ("step"), the GPU's busy share of it ("device time"), and
+    that by kind of kernel ("device time, matmul")."""
     load = Load(concurrency, concurrency, tokens, 0, jitter=0)
     some = (texts * concurrency)[:concurrency]
     serve(model, some, load, config)
@@ -102,8 +116,11 @@ def _step_times(model: Model, config: EngineConfig, texts, concurrency: int, tok
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         steps = len(serve(model, some, load, config).steps)
         torch.cuda.synchronize()
-    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1e3 / steps
-    return wall, busy
+    found = {"step": wall, "device time": 0.0} | {f"device time, {kind}": 0.0 for kind in KINDS}
+    for event in seen.key_averages():
+        for name in ("device time", f"device time, {kind_of(event.key)}"):
+            found[name] += event.self_device_time_total / 1e3 / steps
+    return found
 
 
 def run(folder: Path, budget_seconds: float) -> None:
@@ -120,17 +137,12 @@ def run(folder: Path, budget_seconds: float) -> None:
         for _ in range(3):
             for which, model in models.items():
                 times[which].append(_step_times(model, config[which], texts, concurrency, 24))
-        middle = {which: np.median(np.array(found), axis=0) for which, found in times.items()}
-        for which, (wall, busy) in middle.items():
-            bench.add("engine", which, LABEL, concurrency, "step", "ms", wall, middle["default"][0])
-            bench.add("engine", which, LABEL, concurrency, "device time", "ms", busy, middle["default"][1])
-        print(
-            f"concurrency {concurrency}: step ms, device ms:",
-            {w: [round(float(v), 3) for v in m] for w, m in middle.items()},
-            "ratio",
-            np.round(middle["invariant"] / middle["default"], 3).tolist(),
-            flush=True,
-        )
+        middle = {which: pd.DataFrame(found).median() for which, found in times.items()}
+        for which, values in middle.items():
+            for metric, value in values.items():
+                bench.add("engine", which, LABEL, concurrency, metric, "ms", value, middle["default"][metric])
+        ratio = middle["invariant"] / middle["default"]
+        print(f"concurrency {concurrency}:", pd.DataFrame({**middle, "ratio": ratio}).round(3).T.to_string(), flush=True)
         bench.save(folder)
     counted = {}
     for which in ("default", "invariant"):

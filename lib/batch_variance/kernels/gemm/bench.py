@@ -19,7 +19,7 @@ from ...common.provenance import gpu_columns
 from ..classes import SIZES, bit_name, classify, watch, widest_class
 from ..recorded import Benchmark, replace_rows
 from ..timing import alternating_microseconds, copies, graph_microseconds
-from .invariant import Config, matmul, segment_steps
+from .invariant import Config, matmul, segment_steps, tuned
 from .reference import matmul_float64
 
 SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # (K, N)
@@ -82,16 +82,16 @@ def counts_tried(K: int, N: int) -> tuple[int, ...]:
     return (1, 2) if N > 6144 else (1, 2, 4) if N > 3072 else (1, 2, 3, 4)
 
 
-def compile_ahead(workers: int) -> None:
+def compile_ahead(workers: int, rows: tuple[int, ...] = ROWS) -> None:
     """Compile every candidate in processes of their own, which share the compiler's cache; failures show up later."""
-    command = [sys.executable, "-m", "batch_variance.kernels.gemm.bench"]
+    command = [sys.executable, "-m", "batch_variance.kernels.gemm.bench", *map(str, rows)]
     running = [subprocess.Popen([*command, str(i), str(workers)], stderr=subprocess.DEVNULL) for i in range(workers)]
     for one in running:
         one.wait()
 
 
-def _compile_share(index: int, workers: int) -> None:
-    names = sorted({name for names in CANDIDATES.values() for name in names})
+def _compile_share(index: int, workers: int, rows: tuple[int, ...]) -> None:
+    names = sorted({name for m in rows for name in CANDIDATES[m]})
     jobs = [(name, count) for name in names for count in ((1, 2) if name.startswith("parallel") else (1, 2, 3, 4))]
     x, w = (torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16) for n in (16, 512))
     for name, count in jobs[index::workers]:
@@ -133,7 +133,7 @@ class _Shape:
         return int((~((y[:rows].double() - self.exact[:rows]).abs() <= self.bound[:rows])).sum())
 
 
-def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
+def tune(shape: _Shape, count: int, deadline: float, rows: tuple[int, ...] = ROWS) -> tuple[list[dict], str]:
     """Name every candidate's bits at its row counts, then time those in the widest class. Returns rows of
     ``gemm_tuning.csv`` and the class."""
     found = [
@@ -148,7 +148,7 @@ def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
             time_us=float("nan"),
             failure="",
         )
-        for m in ROWS
+        for m in rows
         for name in CANDIDATES[m]
     ]
 
@@ -175,8 +175,8 @@ def tune(shape: _Shape, count: int, deadline: float) -> tuple[list[dict], str]:
     return found, reference
 
 
-def library_times(shape: _Shape) -> dict[int, float]:
-    return {m: shape.time(F.linear, m) for m in ROWS}
+def library_times(shape: _Shape, rows: tuple[int, ...] = ROWS) -> dict[int, float]:
+    return {m: shape.time(F.linear, m) for m in rows}
 
 
 def _choose(tuning: pd.DataFrame, library: dict[int, float]) -> tuple[int, dict[int, str]]:
@@ -185,8 +185,8 @@ def _choose(tuning: pd.DataFrame, library: dict[int, float]) -> tuple[int, dict[
     best = {}
     for count, mine in tuning.dropna(subset="time_us").groupby("segments"):
         fastest = mine.loc[mine.groupby("m").time_us.idxmin()].set_index("m")
-        if set(fastest.index) == set(ROWS):
-            ratios = [fastest.time_us[m] / library[m] for m in ROWS]
+        if set(fastest.index) == set(library):
+            ratios = [fastest.time_us[m] / library[m] for m in library]
             best[int(count)] = (float(np.exp(np.mean(np.log(ratios)))), fastest.config.to_dict())
     if not best:
         raise BadInput("no number of segments has a candidate at every row count: nothing can be chosen.")
@@ -194,27 +194,37 @@ def _choose(tuning: pd.DataFrame, library: dict[int, float]) -> tuple[int, dict[
     return count, best[count][1]
 
 
-def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
+def run(folder: Path, budget_seconds: float, rows: tuple[int, ...] = ROWS, workers: int = 12) -> None:
     """Tune and time every shape of SHAPES within the budget; writes gemm.csv, gemm_tuning.csv and gemm_classes.csv in
-    the folder, and tuned/gemm.csv beside it, each as soon as a shape is done. Raises BadInput without a GPU."""
+    the folder, and tuned/gemm.csv beside it, each as soon as a shape is done. rows: some of ROWS, to tune these again
+    in the class that the table names, and leave the others. Raises BadInput for other row counts, and for some where
+    the table names no class."""
+    if not rows or set(rows) - set(ROWS):
+        raise BadInput(f"rows {list(rows)}: give some of {', '.join(map(str, ROWS))}.")
+    known = tuned("gemm") if tuple(rows) != ROWS else {}
+    missing = [f"N{N} K{K}" for K, N in SHAPES if tuple(rows) != ROWS and (N, K) not in known]
+    if missing:
+        raise BadInput(f"tuned/gemm.csv has no class for {', '.join(missing)}: tune all rows first.")
     start = time.time()
     where = gpu_columns()
-    compile_ahead(workers)
+    compile_ahead(workers, rows)
     print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
     bench, ratios = Benchmark("gemm"), []
     for index, (K, N) in enumerate(SHAPES):
         left = budget_seconds - (time.time() - start)
         deadline = time.time() + 0.8 * left / (len(SHAPES) - index)
         shape, begun = _Shape(K, N), time.time()
-        library = library_times(shape)
-        rows, classes = [], {}
-        for count in counts_tried(K, N):
+        library = library_times(shape, rows)
+        tried, classes = [], {}
+        for count in (known[N, K][0],) if known else counts_tried(K, N):
             if segment_steps(K, count):
-                more, classes[count] = tune(shape, count, deadline)
-                rows += more
-        tuning = pd.DataFrame(rows)
+                more, classes[count] = tune(shape, count, deadline, rows)
+                tried += more
+        tuning = pd.DataFrame(tried)
         replace_rows(
-            folder / "gemm_tuning.csv", [{**row, **where} for row in rows], ("k", "n", "segments", "m", "config", "gpu")
+            folder / "gemm_tuning.csv",
+            [{**row, **where} for row in tried],
+            ("k", "n", "segments", "m", "config", "gpu"),
         )
         for count in classes:
             part = tuning[(tuning.segments == count) & (tuning.failure == "")]
@@ -228,8 +238,10 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
             for line in outside.head(4).itertuples():
                 print("   outside:", line.m, line.config, line.bit_class, flush=True)
         count, chosen = _choose(tuning, library)
+        if known:
+            chosen = {m: str(config) for m, config in known[N, K][1]} | chosen
         _write_table(folder.parent / "tuned" / "gemm.csv", N, K, count, chosen)
-        for m in ROWS:
+        for m in rows:
             config = Config.parse(chosen[m])
             default, mine = alternating_microseconds(
                 shape.calls(F.linear, m), shape.calls(lambda x, w: matmul(x, w, config=config, count=count), m)
@@ -304,4 +316,5 @@ def _record_classes(
 
 
 if __name__ == "__main__":
-    _compile_share(int(sys.argv[1]), int(sys.argv[2]))
+    *row_counts, share, shares = map(int, sys.argv[1:])
+    _compile_share(share, shares, tuple(row_counts))
