@@ -1,4 +1,4 @@
-"""``batch-variance bench gemm|nvfp4|decode|engine``: time the invariant kernels against the default ones and record
+"""``batch-variance bench gemm|nvfp4|decode|prefill|engine``: time the invariant kernels against the default ones and record
 it."""
 
 import importlib
@@ -13,12 +13,13 @@ BENCHMARKS = {
     "gemm": "batch_variance.kernels.gemm.bench",
     "nvfp4": "batch_variance.kernels.nvfp4.bench",
     "decode": "batch_variance.kernels.decode.bench",
+    "prefill": "batch_variance.kernels.prefill.bench",
     "engine": "batch_variance.studies.engine_bench",
 }
 
 
 @click.command()
-@click.argument("benchmark", metavar="gemm|nvfp4|decode|engine")
+@click.argument("benchmark", metavar="gemm|nvfp4|decode|prefill|engine")
 @click.option("--budget-seconds", default=200.0, show_default=True, help="Stop tuning in time to finish within this.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]"

@@ -12,7 +12,7 @@ KEY = ("benchmark", "kernel", "policy", "shape", "m", "metric", "gpu")
 
 
 class Benchmark:
-    """Rows of one benchmark run. name: gemm, nvfp4, decode or engine."""
+    """Rows of one benchmark run. name: gemm, nvfp4, decode, prefill or engine."""
 
     def __init__(self, name: str):
         self.name, self.where, self.rows = name, gpu_columns(), []
