@@ -151,6 +151,8 @@ def test_the_cost_of_a_probe_is_held_against_its_goal():
     ])
     assert "1.5% of the run (1.50 ms a sample, 1.00 ms of engine a call)" in study.cost_sentence(cost)
     assert "under the goal of 2%." in study.cost_sentence(cost)
-    assert "over the goal of 1%:" in study.cost_sentence(cost, goal=0.01)
+    assert "not everywhere under the goal of 1%." in study.cost_sentence(cost, goal=0.01)
+    limited = cost.assign(sampling="re-run and solo, at most 2%", calls=4000, sampled=10)
+    assert "one call in 400 at `attend`" in study.cost_sentence(pd.concat([cost, limited]))
     assert study.cost_sentence(pd.DataFrame()) == "No GPU's cost of a probe is recorded."
     assert set(study.recorded_cost().site) == {"attend", "linear"}

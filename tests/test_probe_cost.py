@@ -7,10 +7,12 @@ import random
 import types
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batch_variance.common import BadInput
 from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
 from batch_variance.hooks.axes import Replay, other_values
 from batch_variance.hooks.calls import Binder, signature_of
@@ -288,8 +290,122 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     held = Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy")
     model = Model(held, NativeKernels(), policy("default"))
     table = measure(model, [[1, 2, 3], [4, 5]], ("rms_norm",), every=2, rounds=1, tokens=3)
-    assert table["site"].tolist() == ["rms_norm"] * 2 and (table["sampled"] > 0).all()
+    assert table["site"].tolist() == ["rms_norm"] * 3 and (table["sampled"] > 0).all()
     for row in table.itertuples():
         spent = row.ms_per_sample / 1000 * row.sampled
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
         assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and 0 < spent < row.probed_s
+
+
+# --- Answers read late ---
+
+
+def steady(engine, batch_args, samples=8, **options):
+    """A probe in place whose controls are made and whose arguments have been seen only to be read."""
+    probe = CallSiteProbe((engine, "kernel"), batch_args, axes=("rerun", "solo"), **options)
+    probe.__enter__()
+    for _ in range(samples):
+        engine.kernel(torch.randn(4, 8))
+    return probe
+
+
+def test_a_steady_sample_reads_no_answer_until_the_next(monkeypatch):
+    engine = site(lambda x: x * 2)
+    probe = steady(engine, {"x": 0})
+    probe.records()
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: read.append(t.numel()) or tolist(t))
+    with Waits() as waits:
+        engine.kernel(torch.randn(4, 8))
+        assert read == [] and len(probe._records) == 16  # 8 samples of two axes: the ninth is still out
+        engine.kernel(torch.randn(4, 8))
+    assert waits.found == [] and len(read) == 1 and len(probe._records) == 18
+    assert len(probe.records()) == 20 and probe.verdict() == {"rerun": "invariant", "solo": "invariant"}
+    probe.__exit__()
+
+
+def test_what_is_read_late_is_what_is_read_at_once():
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(4, 8, generator=generator) for _ in range(12)]
+    kernel = lambda x: x * (1.0 + 2.0**-20 * (len(x) == 1))  # noqa: E731
+    found = []
+    for checks in ([], [lambda context: Finding(1, 0, True)]):  # with a check nothing is read late
+        engine = site(kernel)
+        with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), checks=checks) as probe:
+            results = [engine.kernel(x) for x in inputs]
+        assert all(torch.equal(y, x) for x, y in zip(inputs, results))
+        found.append(probe.records())
+    pd.testing.assert_frame_equal(*found)
+    assert (found[0].loc[found[0].axis == "solo", "rows_differ"] == 4).all()
+
+
+def test_the_last_sample_is_recorded_when_the_probe_is_taken_away(tmp_path):
+    engine = site(lambda x: x * 2)
+    probe = steady(engine, {"x": 0}, log=tmp_path / "calls.parquet")
+    assert len(probe._records) < 16
+    probe.__exit__()
+    assert len(probe._records) == 16 and len(pd.read_parquet(tmp_path / "calls.parquet")) == 16
+
+
+def test_a_result_is_put_back_though_no_answer_is_read():
+    buffer = torch.zeros(4, 8)
+
+    def kernel(x):
+        return torch.mul(x, 2, out=buffer[: len(x)])
+
+    engine = site(kernel)
+    probe = steady(engine, {"x": 0})
+    x = torch.randn(4, 8)
+    result = engine.kernel(x)
+    assert probe._unread and torch.equal(result, x * 2)  # the replays wrote another batch into the same buffer
+    probe.__exit__()
+
+
+def test_a_call_that_begins_to_change_its_arguments_is_refused_and_then_followed():
+    change = []
+
+    def kernel(x):
+        y = x * 2
+        if change:
+            x += 1
+        return y
+
+    engine = site(kernel)
+    probe = steady(engine, {"x": 0})
+    change.append(True)
+    x = torch.randn(4, 8)
+    expected = x * 2
+    assert torch.equal(engine.kernel(x), expected)
+    assert torch.equal(x * 2 - expected, torch.full((4, 8), 2.0)) or torch.allclose(x * 2 - expected, torch.tensor(2.0))
+    probe.records()
+    assert any("changed an argument" in reason for reason in probe.refusals)
+    before = len(probe._records)
+    engine.kernel(torch.randn(4, 8))
+    new = probe.records().iloc[before:]
+    assert (new.rows_checked > 0).all() and not new.rows_differ.any()
+    probe.__exit__()
+
+
+# --- A share of the time ---
+
+
+def test_a_share_is_kept_and_what_it_costs_is_counted(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("batch_variance.hooks.probe.time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    engine = site(lambda x: x * 2)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), rows=1, max_share=0.02) as probe:
+        study = probe._study
+        monkeypatch.setattr(probe, "_study", lambda *given: (clock.__setitem__(0, clock[0] + 0.002), study(*given)))
+        for _ in range(200):
+            clock[0] += 0.010
+            engine.kernel(torch.ones(2, 4))
+    assert probe.sampled + probe.passed_over == probe.calls == 200
+    others = clock[0] - probe.seconds
+    assert probe.seconds - 0.002 <= 0.02 * others  # by one sample at most it may exceed
+    assert 15 < probe.sampled < 25  # and it does use what it may: one call in ten
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5])
+def test_a_share_that_cannot_be_is_refused(share):
+    with pytest.raises(BadInput, match=f"max_share = {share}"):
+        CallSiteProbe((site(lambda x: x), "kernel"), {"x": 0}, max_share=share)

@@ -27,6 +27,7 @@ from .patching import Target
 from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs, values_of
 from .verdicts import verdicts
 
+ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
     "site",
@@ -61,6 +62,7 @@ class _Sample:
     results: dict[str, torch.Tensor]
     result_layouts: dict[str, Layout | None]
     watched: list[int]
+    unchanging: list[int]  # questions whether arguments that are taken to be only read were changed after all
 
 
 @dataclass
@@ -91,6 +93,8 @@ class CallSiteProbe:
         rows: "all", a number of rows drawn at random a call, or a list of row numbers.
         probability: chance of sampling a call, beside or instead of ``every``.
         max_calls, max_seconds: stop sampling after so many sampled calls, or so many seconds spent on replays.
+        max_share: sample only while the probe's own seconds are at most this share of the others since it was put in
+            place; ``passed_over`` counts the calls that this cost.
         outputs: path in the return value -> dimension, layout, or None to leave it out; "" is the return value itself.
             Unnamed tensors are cut along the dimension that has as many entries as the batch has rows (or tokens).
         values: integer arguments in ``batch_args`` that are contents (token ids) and not structure (lengths, indices).
@@ -125,6 +129,7 @@ class CallSiteProbe:
         probability: float = 0.0,
         max_calls: int | None = None,
         max_seconds: float | None = None,
+        max_share: float | None = None,
         outputs: Mapping[str, Any] | None = None,
         values: Iterable[str] = (),
         lengths: str | None = None,
@@ -145,6 +150,7 @@ class CallSiteProbe:
         self.fresh, self.outputs, self.pad = dict(fresh or {}), dict(outputs or {}), dict(pad or {})
         self.axes, self.every, self.rows, self.probability = tuple(axes), every, rows, probability
         self.max_calls, self.max_seconds, self.max_bytes = max_calls, max_seconds, max_bytes
+        self.max_share = max_share
         self.values, self.whole, self.lengths, self.witness = set(values), tuple(whole), lengths, witness
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
@@ -161,8 +167,10 @@ class CallSiteProbe:
         self._records: list[dict] = []
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
-        self.calls = self.sampled = 0
-        self.seconds = 0.0
+        self.calls = self.sampled = self.passed_over = 0
+        self.seconds = self._begun = self._spent = 0.0
+        self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
+        self._unchanged = 0  # samples in a row whose call changed no argument
         self._controlled = False  # whether the positive controls have ever succeeded
         self._log = log
         self._installed = False
@@ -188,6 +196,8 @@ class CallSiteProbe:
         ):
             if value is not None and value <= 0:
                 raise BadInput(f"{name} = {value}: give a positive number.")
+        if self.max_share is not None and not 0 < self.max_share <= 1:
+            raise BadInput(f"max_share = {self.max_share}: give a share above 0 and up to 1, such as 0.02.")
         if not 0 <= self.probability <= 1:
             raise BadInput(f"probability = {self.probability}: give a number from 0 to 1.")
         if self.every is None and self.probability == 0:
@@ -213,11 +223,13 @@ class CallSiteProbe:
             self._log = ProbeLog(self._log)
         self.target.install(self._wrap)
         self._installed = True
+        self._begun, self._spent = time.perf_counter(), self.seconds
         return self
 
     def __exit__(self, *exception) -> None:
         self.target.remove()
         self._installed = False
+        self._settle()
         if self._log is not None:
             self._log.flush()
 
@@ -242,7 +254,14 @@ class CallSiteProbe:
             return False
         if self.max_calls is not None and self.sampled >= self.max_calls:
             return False
-        return self.max_seconds is None or self.seconds < self.max_seconds
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
+            return False
+        if self.max_share is None:
+            return True
+        spent = self.seconds - self._spent
+        within = spent <= self.max_share * (time.perf_counter() - self._begun - spent)
+        self.passed_over += not within
+        return within
 
     # -- one sampled call ----------------------------------------------------------------------------------------------
 
@@ -252,6 +271,7 @@ class CallSiteProbe:
             self._refuse(reason)
             return function(*args, **kwargs)
         started = time.perf_counter()
+        self._settle()
         try:
             call = self._binder.bind(args, kwargs)
             snapshot = Snapshot(call, self.whole, self.max_bytes)
@@ -278,11 +298,10 @@ class CallSiteProbe:
             self.sampled += 1
             self._study(again, number, snapshot, result, after)
         except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
-            self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
-            self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
+            self._failed(number, error)
         finally:
             # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
-            after.restore()
+            after.restore(unasked=bool(self._unread))
             after_random.restore()
             self._thread.busy = False
             self.seconds += time.perf_counter() - started
@@ -305,8 +324,34 @@ class CallSiteProbe:
         sensitive = self._everything_overwritten(sample, planner) if controlled else None
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
         replayed = [(axis, *self._axis(sample, planner, axis)) for axis in ("rerun", *axes)]
+        if not controlled and not self.checks and not self.state:
+            # Nothing here needs the answers yet: they are read when the next call is sampled, and wait for nothing.
+            sample.questions.send()
+            self._unread.append(lambda: self._finish(sample, number, replayed, sensitive, flips, controlled))
+            return
         # All replays are done: with their answers comes whether they have written over the engine's own tensors.
         after.ask(sample.questions)
+        records = self._finish(sample, number, replayed, sensitive, flips, controlled)
+        for check in self.checks:
+            after.forget()
+            self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
+
+    def _finish(
+        self,
+        sample: _Sample,
+        number: int,
+        replayed: list[tuple],
+        sensitive: _Replayed | None,
+        flips: list[tuple[Comparison, int]],
+        controlled: bool,
+    ) -> list[dict]:
+        """Read a sample's answers and keep its records."""
+        if any(sample.questions.answer(question)[0] for question in sample.unchanging):
+            self._unchanged = 0
+            reason = "the call changed an argument, which those before it had only read: it was replayed as if it did not"
+            self._refuse(reason)
+            self._record_refused(number, reason)
+            return []
         shared = {
             "call": number,
             "site": self.site,
@@ -317,16 +362,32 @@ class CallSiteProbe:
         self._controlled |= bool(shared["flip_seen"] and shared["rows_sensitive"])
         records = [{**self._record(sample, *found), **shared} for found in replayed]
         self._keep(records)
-        for check in self.checks:
-            after.forget()
-            self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
+        return records
+
+    def _settle(self) -> None:
+        """Record what is left of the last sample."""
+        while self._unread:
+            finish = self._unread.pop()
+            try:
+                finish()
+            except Exception as error:
+                self._failed(self.calls, error)
+
+    def _failed(self, number: int, error: Exception) -> None:
+        self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
+        self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
 
     def _wants_controls(self) -> bool:
         n = self.sampled - 1
         return n % self.controls_every == 0 or not self._controlled and self.sampled & n == 0
 
     def _sample(self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState) -> _Sample:
-        changed = snapshot.note_changes()
+        questions, unchanging, changed = Questions(), [], []
+        if self._unchanged >= ONLY_READ and not self.state and not self._wants_controls():
+            unchanging = snapshot.ask_changes(questions)
+        else:
+            changed = snapshot.note_changes()
+            self._unchanged = 0 if changed else self._unchanged + 1
         call = snapshot.fresh_call()  # as it was before it ran: the real call may have moved its lengths on
         layouts = {path: layout for path, layout in self.batch_args.items() if call.has(path)}
         if not layouts:
@@ -360,7 +421,18 @@ class CallSiteProbe:
         kept = {label: after.copy_of(t) for label, t in results.items()}
         kept = {label: values_of(results[label]).clone() if t is None else t for label, t in kept.items()}
         return _Sample(
-            again, Questions(), snapshot, call, layouts, offsets, count, changed, kept, result_layouts, watched
+            again,
+            questions,
+            snapshot,
+            call,
+            layouts,
+            offsets,
+            count,
+            changed,
+            kept,
+            result_layouts,
+            watched,
+            unchanging,
         )
 
     def _watched(self, count: int) -> list[int]:
@@ -598,6 +670,7 @@ class CallSiteProbe:
 
     def records(self) -> pd.DataFrame:
         """All that was recorded, a row per sampled call and axis, the control re-run included."""
+        self._settle()
         return pd.DataFrame(self._records, columns=RECORD)
 
     def frame(self) -> pd.DataFrame:

@@ -50,28 +50,46 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class Questions:
     """Yes-or-no answers that are still on their devices, and are read together when the first of them is wanted.
 
-    Reading waits for all work that a device was given, so that one reading should serve many answers.
+    Reading waits for all work that a device was given, so that one reading should serve many answers. ``send`` has the
+    answers brought while other work goes on; read later, they wait for nothing.
     """
 
     def __init__(self):
         self._flags: list[torch.Tensor] = []
         self._answers: list[list[bool]] = []
+        self._sent: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event]] = {}
 
     def ask(self, flags: torch.Tensor) -> int:
         """flags: bool [N] or []. Returns the number by which ``answer`` gives them as a list."""
         self._flags.append(flags)
         return len(self._flags) - 1
 
+    def send(self) -> None:
+        """Ask the devices for all that is unread; nothing more can be asked. Waits only where memory is the host's."""
+        for device, flags in self._unread().items():
+            if device.type == "cuda":
+                answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._sent[device] = answers, event
+
     def answer(self, number: int) -> list[bool]:
         if number >= len(self._answers):
+            values = {}
+            for device, (answers, event) in self._sent.items():
+                event.synchronize()
+                values[device] = iter(answers.tolist())
+            values |= {device: iter(flags.tolist()) for device, flags in self._unread().items()}
             unread = self._flags[len(self._answers) :]
-            places = [flags.device for flags in unread]
-            values = {
-                device: iter(torch.hstack([flags for flags, place in zip(unread, places) if place == device]).tolist())
-                for device in set(places)
-            }
-            self._answers += [list(islice(values[place], flags.numel())) for flags, place in zip(unread, places)]
+            self._answers += [list(islice(values[flags.device], flags.numel())) for flags in unread]
         return self._answers[number]
+
+    def _unread(self) -> dict[torch.device, torch.Tensor]:
+        """Unread flags, those of a device in one tensor."""
+        unread: dict[torch.device, list[torch.Tensor]] = {}
+        for flags in self._flags[len(self._answers) :]:
+            unread.setdefault(flags.device, []).append(flags)
+        return {device: torch.hstack(flags) for device, flags in unread.items() if device not in self._sent}
 
 
 class Snapshot:
@@ -113,11 +131,14 @@ class Snapshot:
         self._views = [_view(t, *self._copies[key]) for key, (_, t) in zip(self._keys, self._live)]
         self._changed: set[int] = set()
 
+    def ask_changes(self, questions: Questions) -> list[int]:
+        """After the real call: ask of each argument whether its bits were changed."""
+        return [questions.ask(differs(now, before)) for (_, now), before in zip(self._live, self._views)]
+
     def note_changes(self) -> list[str]:
         """After the real call: paths whose bits it changed. Only their memory is copied again for each replay."""
         questions = Questions()
-        numbers = [questions.ask(differs(now, before)) for (_, now), before in zip(self._live, self._views)]
-        changed = [questions.answer(number)[0] for number in numbers]
+        changed = [questions.answer(number)[0] for number in self.ask_changes(questions)]
         if not any(changed):
             return []
         self._changed = {key for key, other in zip(self._keys, changed) if other}
@@ -178,18 +199,28 @@ def _view(t: torch.Tensor, copy: torch.Tensor, low: int | None) -> torch.Tensor:
 
 
 class RandomState:
-    """The state of Python's, numpy's and torch's generators, CUDA's included where it is in use."""
+    """The state of Python's, numpy's and torch's generators, CUDA's included where it is in use. Where it takes
+    longer to set one back than to see that it has not moved, it is looked at first."""
 
     def __init__(self):
-        self._python, self._numpy = random.getstate(), _NumpyState.now()
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        self._torch = [(generator, generator.get_state()) for generator in (torch.default_generator, *cuda)]
+        self._python, self._numpy, self._torch = random.getstate(), _NumpyState.now(), torch.get_rng_state()
+        self._cuda = [
+            (generator, generator.get_state(), _place(generator))
+            for generator in (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
+        ]
 
     def restore(self) -> None:
         random.setstate(self._python)
         self._numpy.restore()
-        for generator, state in self._torch:
-            generator.set_state(state)
+        torch.set_rng_state(self._torch)
+        for generator, state, place in self._cuda:
+            if _place(generator) != place:
+                generator.set_state(state)
+
+
+def _place(generator: torch.Generator) -> tuple[int, int]:
+    """Where a CUDA generator, which counts, stands."""
+    return generator.initial_seed(), generator.get_offset()
 
 
 class _NumpyState:
@@ -251,8 +282,15 @@ class KeptState:
         """The answers no longer hold: what may have changed since is asked anew."""
         self._asked = None
 
-    def restore(self) -> None:
+    def restore(self, unasked: bool = False) -> None:
+        """unasked: write all bits back without asking which have changed, where autograd keeps no account of them;
+        then nothing is waited for."""
         if not self._tensors:
+            return
+        if unasked and not any(t.requires_grad for t in self._tensors):
+            self.forget()
+            for t, kept in zip(self._tensors, self._kept):
+                t.copy_(kept)
             return
         if self._asked is None:
             self.ask(Questions())
