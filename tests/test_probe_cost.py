@@ -290,11 +290,14 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     held = Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy")
     model = Model(held, NativeKernels(), policy("default"))
     table = measure(model, [[1, 2, 3], [4, 5]], ("rms_norm",), every=2, rounds=1, tokens=3)
-    assert table["site"].tolist() == ["rms_norm"] * 3 and (table["sampled"] > 0).all()
+    assert table["site"].tolist() == ["rms_norm"] * 3
+    limited = table["sampling"].str.contains("at most")
+    assert (table["sampled"] + table["passed_over"] > 0).all() and not table.loc[~limited, "passed_over"].any()
     for row in table.itertuples():
         spent = row.ms_per_sample / 1000 * row.sampled
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
-        assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and 0 < spent < row.probed_s
+        assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and spent < row.probed_s
+        assert spent > 0 or not row.sampled
 
 
 # --- Answers read late ---
@@ -401,7 +404,7 @@ def test_a_share_is_kept_and_what_it_costs_is_counted(monkeypatch):
             engine.kernel(torch.ones(2, 4))
     assert probe.sampled + probe.passed_over == probe.calls == 200
     others = clock[0] - probe.seconds
-    assert probe.seconds - 0.002 <= 0.02 * others  # by one sample at most it may exceed
+    assert probe.seconds <= 0.02 * others
     assert 15 < probe.sampled < 25  # and it does use what it may: one call in ten
 
 

@@ -168,7 +168,7 @@ class CallSiteProbe:
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
         self.calls = self.sampled = self.passed_over = 0
-        self.seconds = self._begun = self._spent = 0.0
+        self.seconds = self._begun = self._spent = self._last = 0.0
         self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
         self._unchanged = 0  # samples in a row whose call changed no argument
         self._controlled = False  # whether the positive controls have ever succeeded
@@ -259,7 +259,8 @@ class CallSiteProbe:
         if self.max_share is None:
             return True
         spent = self.seconds - self._spent
-        within = spent <= self.max_share * (time.perf_counter() - self._begun - spent)
+        # A sample is taken to cost what the last one did.
+        within = not self.sampled or spent + self._last <= self.max_share * (time.perf_counter() - self._begun - spent)
         self.passed_over += not within
         return within
 
@@ -270,7 +271,7 @@ class CallSiteProbe:
         if reason:
             self._refuse(reason)
             return function(*args, **kwargs)
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), self.seconds
         self._settle()
         try:
             call = self._binder.bind(args, kwargs)
@@ -305,6 +306,7 @@ class CallSiteProbe:
             after_random.restore()
             self._thread.busy = False
             self.seconds += time.perf_counter() - started
+            self._last = self.seconds - spent
         return result
 
     def _study(self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState) -> None:
