@@ -242,14 +242,90 @@ def test_by_default_the_same_model_does_not_keep_it():
 def test_what_is_not_covered_is_named_and_no_claim_is_made():
     x = torch.randn(2, 5, 64)
     with torch.no_grad(), InvariantKernels() as used:
-        torch.nn.functional.scaled_dot_product_attention(x, x, x)
         x.cumsum(1), x.mean(1), torch.bmm(x, x.transpose(1, 2)), torch.mm(x[0].double(), x[1].double().t())
-    assert any("scaled_dot_product" in name or "bmm" in name for name in used.left_alone)
-    assert {"aten.cumsum.default", "aten.mean.dim", "aten.bmm.default", "aten.mm.default"} <= set(used.left_alone)
+        wide = x.double()
+        torch.bmm(wide, wide.transpose(1, 2))
+        torch.nn.functional.scaled_dot_product_attention(*[wide[:, None]] * 3)
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    named = {"aten.cumsum.default", "aten.mean.dim", "aten.bmm.default", "aten.mm.default", attention}
+    assert named == set(used.left_alone)
     with pytest.raises(BadInput, match="cumsum"):
         used.claim()
     with pytest.raises(BadInput, match="no operation ran"):
         InvariantKernels().claim()
+
+
+def _heads(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "causal", "mask", "bias", "grouped"])
+def test_attention_is_torchs_and_keeps_a_request_in_every_batch(dtype, kind):
+    q, k, v = (_heads(9, heads, 17, 16, dtype=dtype, seed=i) for i, heads in enumerate((4, 2, 2) if kind == "grouped" else (4,) * 3))
+    mask = {"mask": _heads(9, 1, 17, 17, seed=4) > -1, "bias": _heads(9, 4, 17, 17, dtype=dtype, seed=4)}.get(kind)
+    if kind == "mask":
+        mask |= torch.eye(17, dtype=torch.bool)
+    options = dict(is_causal=kind == "causal", enable_gqa=kind == "grouped")
+    call = torch.nn.functional.scaled_dot_product_attention
+
+    def run(rows):
+        with torch.no_grad(), InvariantKernels() as used:
+            y = call(q[rows], k[rows], v[rows], attn_mask=None if mask is None else mask[rows], **options)
+        assert used.left_alone == []
+        return y
+
+    whole = run(slice(None))
+    for rows in (slice(0, 1), slice(3, 5), slice(8, 9), [6, 2, 4]):
+        assert torch.equal(bits_of(run(rows)), bits_of(whole[rows]))
+    wide = None if mask is None else mask if mask.dtype == torch.bool else mask.double()
+    exact = call(q.double(), k.double(), v.double(), attn_mask=wide, **options)
+    theirs = call(q, k, v, attn_mask=mask, **options)
+    assert (whole.double() - exact).norm() <= 1.05 * (theirs.double() - exact).norm() + 1e-7
+
+
+def test_a_row_of_attention_that_sees_nothing_gives_nothing():
+    q, k, v = (_heads(1, 1, 3, 16, seed=i) for i in range(3))
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    out, lse = use.attention(q, k, v, mask)
+    assert not out[0, 0, 1].any() and lse[0, 0, 1] == -torch.inf and out[0, 0, [0, 2]].all()
+    scores = (q[0, 0].double() @ k[0, 0].double().t() / 4).masked_fill(~mask, -torch.inf)
+    assert torch.allclose(lse[0, 0, [0, 2]].double(), scores[[0, 2]].logsumexp(1), atol=1e-6)
+
+
+def test_products_of_batched_matrices_do_not_know_how_many_there_are():
+    a, b = _heads(11, 5, 24, seed=1), _heads(11, 24, 7, seed=2)
+    with InvariantKernels() as used:
+        whole = torch.bmm(a, b)
+        parts = torch.cat([torch.bmm(a[i : i + 1], b[i : i + 1]) for i in range(11)])
+    assert used.left_alone == [] and torch.equal(bits_of(whole), bits_of(parts))
+    assert (whole.double() - a.double() @ b.double()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_transformers_model_is_covered_whole(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation=attention)
+    model, tokens = LlamaForCausalLM(config).eval(), torch.randint(0, 97, (7, 13))
+    used = InvariantKernels()
+    with torch.no_grad():
+        default = model(tokens).logits
+
+        def run(part):
+            with used:
+                return model(part).logits
+
+        whole = run(tokens)
+        for rows in (slice(0, 1), slice(2, 5), slice(6, 7)):
+            assert torch.equal(bits_of(run(tokens[rows])), bits_of(whole[rows]))
+    assert (whole - default).abs().max() < 1e-4 and "replaced" in used.claim()
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def test_the_registered_operation_is_the_function():

@@ -1,7 +1,7 @@
 """Putting the invariant kernels under a torch model, and saying what that covers.
 
-`InvariantKernels` watches every operation that torch dispatches inside a ``with`` block. Matrix products, softmax,
-log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose vector and
+`InvariantKernels` watches every operation that torch dispatches inside a ``with`` block. Matrix products, attention,
+softmax, log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose vector and
 scalar forms differ and whose share of each depends on the batch. Operations that work value by value, move values or
 look them up cannot mix rows and are let through; all others are let through too and reported as left alone. `claim`
 refuses to speak for a model in which any was left alone.
@@ -135,6 +135,51 @@ def _addmm(bias, a, b, beta=1, alpha=1):
     return linear(a, b.t(), bias) if plain else None
 
 
+def _bmm(a, b):
+    """Matrix by matrix, so that none knows how many there are."""
+    if not _usable(a, b):
+        return None
+    return torch.stack([linear(x, y.t().contiguous()) for x, y in zip(a, b)])
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention whose rows are independent: out [B, H, Lq, Dv] in q's dtype and LSE [B, H, Lq]
+    float32, from q [B, H, Lq, D], k [B, G, Lk, D], v [B, G, Lk, Dv], H a multiple of G.
+
+    Two invariant matrix products and a softmax in float32 for each head; bias is added to the scores, or selects them
+    where it is boolean. A row that attends to nothing gives 0. How many keys there are, padding included, is part of
+    the sum's tree: rows agree among batches padded alike.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if bias is not None:
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
+    outs, lses, group = [], [], q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            scores = linear(q[b, h].float(), k[b, h // group].float()) * scale
+            if bias is not None:
+                mine = bias[b, h]
+                scores = scores.masked_fill(~mine, -torch.inf) if mine.dtype == torch.bool else scores + mine.float()
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            nothing = scores.amax(1, keepdim=True).isneginf()
+            scores = torch.where(nothing, 0.0, scores)
+            weights = rows.softmax(scores).masked_fill(nothing, 0.0)
+            outs.append(linear(weights, v[b, h // group].float().t().contiguous()))
+            lse = scores.amax(1) - rows.log_softmax(scores).amax(1)
+            lses.append(lse.masked_fill(nothing[:, 0], -torch.inf))
+    out = torch.stack(outs).view(*q.shape[:2], q.shape[2], v.shape[3])
+    return out.to(q.dtype), torch.stack(lses).view(q.shape[:3])
+
+
 def _last(x, dim) -> bool:
     dims = [dim] if isinstance(dim, int) else list(dim or [])
     return len(dims) == 1 and x.dim() > 0 and dims[0] % x.dim() == x.dim() - 1 and _usable(x)
@@ -165,9 +210,39 @@ def _rms_norm(x, normalized_shape, weight=None, eps=None):
     return (y if weight is None else y * weight.float()).to(x.dtype), inverse
 
 
+def _attended(q, k, v, dropout, bias, causal, scale):
+    """`attention`, or None where it does not do what is asked."""
+    grouped = q.dim() == k.dim() == v.dim() == 4 and q.shape[1] % max(k.shape[1], 1) == 0
+    known = grouped and k.shape[:3] == v.shape[:3] and not dropout and _usable(q, k, v)
+    return attention(q, k, v, bias, causal, scale) if known else None
+
+
+def _attention_on_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    return _attended(q, k, v, dropout_p, attn_mask, is_causal, scale)
+
+
+def _efficient_attention(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    found = _attended(q, k, v, dropout_p, attn_bias, is_causal, scale)
+    return found and (*found, *_no_dropout(q))
+
+
+def _flash_attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    found = _attended(q, k, v, dropout_p, None, is_causal, scale)
+    return found and (*found, None, None, q.shape[2], k.shape[2], *_no_dropout(q), q.new_empty(0))
+
+
+def _no_dropout(q):
+    """The seed and offset of a dropout that does not happen, which only a backward pass would read."""
+    return q.new_zeros(2, dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
+
+
 REPLACEMENTS = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu,
+    aten._scaled_dot_product_flash_attention.default: _flash_attention,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._softmax.default: _softmax_like(rows.softmax),
     aten._log_softmax.default: _softmax_like(rows.log_softmax),
     aten.mean.dim: _reduce(rows.mean),
