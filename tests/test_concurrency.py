@@ -383,6 +383,19 @@ def test_first_divergence_is_where_the_margins_stop_being_comparable(results, se
     assert (places.solo_margin >= 0).all() and (places.margin >= 0).all()
 
 
+def test_margins_beside_a_text_are_those_its_own_request_met(results, setup):
+    """Alone: as the forced engine has them, from logits of its own. In the batch: second candidates are never the chosen."""
+    margins = setup.solo.margins().set_index(["prompt", "position"])
+    some = results.requests[results.requests.run == "A"].drop_duplicates("prompt")
+    for row in some.itertuples():
+        solo = margins.loc[row.prompt]
+        assert [float(one) for one in row.alone_margins.split()] == solo.margin.tolist()
+        assert [int(one) for one in row.alone_runners_up.split()] == solo.second.tolist()
+    for row in results.requests.itertuples():
+        chosen, second = row.text.split(), row.runners_up.split()
+        assert len(chosen) == len(second) and not any(a == b for a, b in zip(chosen, second))
+
+
 def test_forced_runs_move_bits_in_batches_only(results):
     forced = results.forced.positions
     assert forced[forced.concurrency == 1].flipped.sum() == 0

@@ -45,7 +45,8 @@ class EngineConfig:
 
 @dataclass
 class Request:
-    """One prompt on its way to a text. margins[i]: top-1 minus top-2 logit where token i was chosen."""
+    """One prompt on its way to a text. margins[i]: top-1 minus top-2 logit where token i was chosen; runners_up[i]: the
+    other of the two tokens (of the two largest, the one not chosen)."""
 
     number: int
     prompt: int
@@ -56,6 +57,7 @@ class Request:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    runners_up: list[int] = field(default_factory=list)
     finished: int | None = None
 
     @property
@@ -201,11 +203,13 @@ class Engine:
         if self.config.logits == "bfloat16":
             logits = logits.bfloat16()
         chosen = self.choose(requests, logits)
-        top = logits.topk(2, dim=-1).values.float()
+        top = logits.topk(2, dim=-1)
+        values, pairs = top.values.float(), top.indices.tolist()
         finished = []
-        for request, token, margin in zip(requests, chosen, (top[:, 0] - top[:, 1]).tolist()):
+        for request, token, margin, pair in zip(requests, chosen, (values[:, 0] - values[:, 1]).tolist(), pairs):
             request.tokens.append(token)
             request.margins.append(margin)
+            request.runners_up.append(pair[1] if pair[0] == token else pair[0])
             ended = token in self.model.weights.shape.eos and not self.config.ignore_eos
             if ended or len(request.output) == request.max_tokens:
                 request.finished = self.now

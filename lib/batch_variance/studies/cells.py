@@ -175,10 +175,12 @@ class Served:
     """Tidy tables.
 
     requests, a row a request: CELL_COLUMNS; request, prompt, text (tuple of token ids), margins (tuple of floats),
+    runners_up (tuple of token ids, the second candidate at each position),
     first_divergence from the prompt alone under the same settings (-1: none), changed, compared (tokens before the
     divergence), margins_moved (how many of these have other bits in their margin), largest_move (of a margin),
     exact_ties (margins of zero), co_resident_rows (mean over the request's steps) and most_rows.
-    solo, a row a (settings, prompt), planted noise being 0: SETTING_COLUMNS, max_tokens, prompt, text, margins.
+    solo, a row a (settings, prompt), planted noise being 0: SETTING_COLUMNS, max_tokens, prompt, text, margins,
+    runners_up.
     choices, a row a (cell, kind of step, mechanism, choice) and for prompts alone under concurrency 0: how often it was
     made in steps that carried decode rows ("decode") and in the others ("prefill").
     steps, a row a cell and for prompts alone under concurrency 0: steps of its engines.
@@ -299,6 +301,7 @@ def _run(subject: Subject, task: tuple) -> tuple[list[dict], dict, int]:
             "prompt": order[r.prompt],
             "text": tuple(r.output),
             "margins": tuple(r.margins),
+            "runners_up": tuple(r.runners_up),
             "co_resident_rows": float(np.mean(beside[r.number])),
             "most_rows": max(beside[r.number]),
         }
@@ -400,7 +403,7 @@ def _tables(subject: Subject, cells: list[Cell], found: dict) -> Served:
         tasks = [(settings, tokens, prompts) for prompts in _solo_prompts(subject)]
         named = setting_columns(settings) | {"max_tokens": tokens}
         solo += [
-            named | {name: row[name] for name in ("prompt", "text", "margins")}
+            named | {name: row[name] for name in ("prompt", "text", "margins", "runners_up")}
             for task in tasks
             for row in found[task][0]
         ]

@@ -142,8 +142,8 @@ def prepare(p: Parameters) -> Setup:
 @dataclass
 class Results:
     """requests: a row a request that decoded freely: concurrency, run, request, prompt, text, alone (token ids joined
-    by
-    blanks), first_divergence (-1: none), margins, co_resident_rows (mean over its steps). forced: `forcing.measure` of
+    by blanks), first_divergence (-1: none), margins and runners_up (second candidates) along the text, alone_margins and
+    alone_runners_up along the text alone, co_resident_rows (mean over its steps). forced: `forcing.measure` of
     every concurrency."""
 
     requests: pd.DataFrame
@@ -210,10 +210,11 @@ def _enough(requests: pd.DataFrame, level: int, rule: StoppingRule) -> bool:
 
 
 def _free_rows(served: Served, cells: dict[Cell, tuple[str, int]], before: dict[int, int]) -> pd.DataFrame:
-    alone = served.solo.set_index(["mechanisms", "prompt"]).text
+    alone = served.solo.set_index(["mechanisms", "prompt"])[["text", "margins", "runners_up"]].to_dict("index")
     runs = {(str(cell.settings.mechanisms), cell.concurrency, cell.seed): run for cell, (run, _) in cells.items()}
     found = served.requests
     keys = list(zip(found.mechanisms, found.concurrency, found.seed))
+    solo = [alone[key] for key in zip(found.mechanisms, found.prompt)]
     join = lambda values: " ".join(map(str, values))  # noqa: E731
     return pd.DataFrame(
         {
@@ -222,9 +223,12 @@ def _free_rows(served: Served, cells: dict[Cell, tuple[str, int]], before: dict[
             "request": found.request + found.concurrency.map(before),
             "prompt": found.prompt,
             "text": found.text.map(join),
-            "alone": [join(alone[key]) for key in zip(found.mechanisms, found.prompt)],
+            "alone": [join(row["text"]) for row in solo],
             "first_divergence": found.first_divergence,
             "margins": found.margins.map(join),
+            "runners_up": found.runners_up.map(join),
+            "alone_margins": [join(row["margins"]) for row in solo],
+            "alone_runners_up": [join(row["runners_up"]) for row in solo],
             "co_resident_rows": found.co_resident_rows,
         }
     )

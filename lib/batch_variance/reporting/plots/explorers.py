@@ -121,7 +121,7 @@ def expert_rows(states: pd.DataFrame, threshold: int) -> Figure:
 
 
 def margins_on(ax: Axes, tokens: pd.DataFrame) -> None:
-    """Margins along a text, alone and together, the noise where it was measured, and the first split.
+    """Margins along two texts, each text's own, the noise where it is known, and the first split.
 
     tokens: position, margin_alone, margin_together, same (bool), and noise or no such column.
     """

@@ -68,10 +68,10 @@ def words(part: pd.DataFrame, concurrency: int) -> str:
     at = part[part.position == split].iloc[0]
     said = f"At concurrency {concurrency} the texts split at token {split}: {str(at.alone)!r} alone, "
     said += f"{str(at.together)!r} together."
-    if pd.notna(at.margin_alone):
+    if pd.notna(at.margin_alone) and pd.notna(at.margin_together):
         said += (
-            f" The margin there is {at.margin_alone:.3g} logits alone and {at.margin_together:.3g} in the batch measured, where the "
-            f"median margin alone is {part.margin_alone.median():.3g}."
+            f" These two requests met a margin there of {at.margin_alone:.3g} logits alone and {at.margin_together:.3g} "
+            f"together; their medians are {part.margin_alone.median():.3g} and {part.margin_together.median():.3g}."
         )
     if "noise" in part and pd.notna(at.noise):
         said += f" The noise there is {at.noise:.2g} logits."
@@ -102,8 +102,8 @@ def divergence_explorer(tokens: pd.DataFrame, tier: str, n: int | str, name: str
 
     tokens: a row a (prompt, concurrency, position): ``prompt`` (text or number), ``concurrency``, ``position`` (from
     0), ``alone`` and ``together`` (the token's text, as it is joined), ``margin_alone`` and ``margin_together`` (top-1
-    minus top-2 logit of each run at that position, NaN where it is not known) and, where it was measured, ``noise``
-    (size of the logits' difference).
+    minus top-2 logit that each of these two requests met along its own text, NaN where it is not known) and, where it
+    is known, ``noise`` (how far the difference of the two candidates' logits moved).
     Starts at a pair that splits, if any. Raises BadInput for a table without these columns.
     """
     table = checked(tokens)
