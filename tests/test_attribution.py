@@ -33,6 +33,7 @@ from batch_variance.studies.attribution_design import (  # noqa: E402
 )
 from batch_variance.studies.attribution_measuring import AMPLIFIERS, BASE, Plan, applicable  # noqa: E402
 from batch_variance.studies.cells import Cell, Subject  # noqa: E402
+from batch_variance.studies.sources import plain
 
 NAMES = ("row_threshold", "split_k", "expert_order", "norm_blocks")
 EVERY = [Design(NAMES, "ends"), Design(NAMES, "orders", 2, seed=3), Design(NAMES, "factorial")]
@@ -392,20 +393,20 @@ def test_verdicts_can_fail(measured):
 def test_sentences_carry_their_numbers(measured):
     alone, shares = study.alone_table(measured, DESIGN), budget(measured.part("budget"), DESIGN)
     on = findings._worth(measured, "row_threshold+expert_order+norm_blocks")
-    assert f"{on.events} of {on.trials}" in findings.budget_sentence(measured, DESIGN, shares)
-    loads = findings.load_sentence(study.load_table(measured))
+    assert f"{on.events} of {on.trials}" in plain(findings.budget_sentence(measured, DESIGN, shares))
+    loads = plain(findings.load_sentence(study.load_table(measured)))
     assert "0 of 30" in loads and "concurrency 1, 8" in loads
     quiet = alone.assign(changed=0)
-    assert "changes no text in 48 requests" in findings.alone_sentence(
+    assert "changes no text in 48 requests" in plain(findings.alone_sentence(
         quiet
-    ) and "row threshold" in findings.alone_sentence(alone)
-    told = findings.retraction_sentence(findings.retold(measured, DESIGN))
+    )) and "row threshold" in plain(findings.alone_sentence(alone))
+    told = plain(findings.retraction_sentence(findings.retold(measured, DESIGN)))
     assert "1 of 200 texts varying instead of 2 of 200 (p = 1.00)" in told
-    assert "norm blocks alone changes" in findings.amplifier_sentence(study.amplifier_table(measured), "norm_blocks")
-    assert findings.amplifier_sentence(pd.DataFrame(), "x") == "No amplifier was asked for."
-    assert "0.01 changes" in findings.planted_sentence(study.planted_table(measured), alone)
-    assert "All off: 0 of 48" in findings.conclusion(measured, DESIGN, alone, shares)
-    assert "seed" in findings.order_sentence(measured, DESIGN, findings.by_seed(measured, DESIGN))
+    assert "norm blocks alone changes" in plain(findings.amplifier_sentence(study.amplifier_table(measured), "norm_blocks"))
+    assert plain(findings.amplifier_sentence(pd.DataFrame(), "x")) == "No amplifier was asked for."
+    assert "0.01 changes" in plain(findings.planted_sentence(study.planted_table(measured), alone))
+    assert "All off: 0 of 48" in plain(findings.conclusion(measured, DESIGN, alone, shares))
+    assert "seed" in plain(findings.order_sentence(measured, DESIGN, findings.by_seed(measured, DESIGN)))
     words = study.describe_mechanisms(Design(tuple(Mechanisms.all().on)), 32)
     assert words.count("\n") == 8 and "4 segments of K up to 4" in words and "GEMM above" in words
 
@@ -419,8 +420,8 @@ def test_a_growing_share_is_said_to_rise_only_when_it_does():
             ]
         )
 
-    assert "it rises at each step" in findings.load_sentence(loads(0.0, 0.2, 0.3))
-    assert "does not rise at every step" in findings.load_sentence(loads(0.0, 0.4, 0.3))
+    assert "it rises at each step" in plain(findings.load_sentence(loads(0.0, 0.2, 0.3)))
+    assert "does not rise at every step" in plain(findings.load_sentence(loads(0.0, 0.4, 0.3)))
 
 
 def test_figures_show_every_mechanism(measured):
@@ -458,7 +459,7 @@ def test_counts_are_read_back_as_they_were_written(measured, subject, tmp_path, 
     folder = home(tmp_path, monkeypatch)
     assert (
         findings.recorded_runs() == []
-        and "No GPU run" in findings.recorded_sentence([])
+        and "No GPU run" in plain(findings.recorded_sentence([]))
         and findings.recorded_off() == []
     )
     monkeypatch.setattr(measuring, "prefix_of", lambda ffn, tier: f"attribution_{ffn}")  # as a GPU would name them
@@ -477,13 +478,13 @@ def test_counts_are_read_back_as_they_were_written(measured, subject, tmp_path, 
     pd.testing.assert_frame_equal(run.loads, study.load_table(measured), check_dtype=False)
     ids = [judge(**found).id for found in run.verdicts()]
     assert ids[0] == "04.h200-moe-all-off" and len(ids) == 5
-    assert "384 requests" in findings.recorded_sentence([run])
+    assert "384 requests" in plain(findings.recorded_sentence([run]))
     tier, source, off = findings.recorded_off()[0]
     assert (
         tier == "recorded-gpu"
         and "0123abc" in source
         and off.changed.sum() == 0
-        and "0 of 30" in findings.off_sentence(off)
+        and "0 of 30" in plain(findings.off_sentence(off))
     )
 
 

@@ -30,6 +30,7 @@ from batch_variance.studies import concurrency as study  # noqa: E402
 from batch_variance.studies import concurrency_findings as findings  # noqa: E402
 from batch_variance.studies import concurrency_tables as tabled  # noqa: E402
 from batch_variance.studies import forcing, spans  # noqa: E402
+from batch_variance.studies.sources import plain
 
 TOKENS = 6
 PROMPTS = [[256, 7, 8, 9], [256, 70, 80, 90, 100, 110, 120], [256] + list(range(30, 52)), [256, 5]]
@@ -444,11 +445,11 @@ def test_sentences_carry_the_tables_numbers(tables):
     changed = tables["outputs"][(tables["outputs"].concurrency > 1) & tables["outputs"].run.isin(["A", "B"])]
     assert (
         f"in all {int(changed['differ from alone'].sum())} of {int(changed.requests.sum())}"
-        in findings.outputs_sentence(tables)
+        in plain(findings.outputs_sentence(tables))
     )
     assert (
         f"same text for {1 - tables['pairs'].set_index('concurrency').loc[4, 'differ between A and B'] / 16:.1%} at 4"
-        in findings.pairs_sentence(tables)
+        in plain(findings.pairs_sentence(tables))
     )
     for say in findings.SENTENCES:
         text = say(tables)
@@ -460,7 +461,7 @@ def test_a_run_in_which_nothing_diverges_is_told_as_such(setup, results):
     found = tabled.tables(setup, study.Results(still, results.forced))
     for say in findings.SENTENCES:
         assert say(found).endswith(".")
-    assert "No text diverged" in findings.margins_sentence(found) and "No text diverged" in findings.spans_sentence(found)
+    assert "No text diverged" in plain(findings.margins_sentence(found)) and "No text diverged" in plain(findings.spans_sentence(found))
     verdicts = {v["id"]: judge(tier="emulated", **v).verdict for v in findings.verdicts(found)}
     assert verdicts["03.texts-depend"] == "fail" and verdicts["03.margins-unmoved"] == "inconclusive"
     assert verdicts["03.near-ties"] == verdicts["03.prediction"] == verdicts["03.parity-null"] == "inconclusive"
@@ -470,7 +471,7 @@ def test_a_run_in_which_nothing_diverges_is_told_as_such(setup, results):
         plots.calibration(found["calibration"]),
     ):
         plt.close(fig)
-    assert "collapse" not in findings.conclusion(setup, found, {})
+    assert "collapse" not in plain(findings.conclusion(setup, found, {}))
 
 
 def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
@@ -484,9 +485,9 @@ def test_a_pair_of_texts_is_shown_with_its_candidates(setup):
     assert "outline" in plots.texts_html(pair.tokens, "<b>", pair.split) and "&lt;b&gt;" in plots.texts_html(
         pair.tokens, "<b>", pair.split
     )
-    assert f"At token {pair.split}" in findings.pair_sentence(pair) and "no pair to show" in findings.pair_sentence(
+    assert f"At token {pair.split}" in plain(findings.pair_sentence(pair)) and "no pair to show" in plain(findings.pair_sentence(
         None
-    )
+    ))
     assert len(pair.around(1, 1)) <= 3
 
 
@@ -499,7 +500,7 @@ def test_stopping_early_serves_fewer_and_says_so(values):
         and (sizes % 4 == 0).all()
         and not served.duplicated(["concurrency", "run", "request"]).any()
     )
-    assert "0.6 wide" in findings.power_sentence(wide.p)
+    assert "0.6 wide" in plain(findings.power_sentence(wide.p))
 
 
 def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path, monkeypatch):
@@ -514,8 +515,8 @@ def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path,
         (v["id"], v["holds"], v["occurred"]) for v in theirs
     ]
     assert list(tabled.unstamped(found["outputs"]).columns) == list(tables["outputs"].columns)
-    assert "1 run" not in findings.recorded_sentence({}) and "experts" in findings.recorded_sentence({"moe": found})
-    assert findings.conclusion(setup, tables, {"moe": found}).count("recorded-gpu") == 1
+    assert "1 run" not in plain(findings.recorded_sentence({})) and "experts" in plain(findings.recorded_sentence({"moe": found}))
+    assert plain(findings.conclusion(setup, tables, {"moe": found})).count("recorded-gpu") == 1
 
 
 def test_every_figure_draws_live_and_recorded_alike(tables, setup):

@@ -14,6 +14,7 @@ from batch_variance.common.data import data_path, repository
 from batch_variance.reporting.plots import index as plots
 from batch_variance.studies import index as study
 from batch_variance.studies.index import Recorded
+from batch_variance.studies.sources import plain
 
 GPU = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2.11", "triton": "3.6", "commit": "abc", "date": "2026-11-30"}
 
@@ -175,20 +176,20 @@ def test_any_table_may_be_missing(folder, missing):
         path.unlink()
     found = Recorded(folder)
     rates, costs = study.rates(found), study.costs(found)
-    text = study.argument(found)
+    text = plain(study.argument(found))
     assert ("default dispatch changes" in text) == (len(rates) > 0) and ("Fixing it costs" in text) == (len(costs) > 0)
     assert len(study.inventory(found)) == len(list(folder.glob("*.csv")))
     assert (missing == "*") == ("Nothing is recorded" in text)
-    assert study.rates_sentence(rates) and study.costs_sentence(costs) and len(study.unknown(found)) > 3
+    assert plain(study.rates_sentence(rates)) and plain(study.costs_sentence(costs)) and len(study.unknown(found)) > 3
 
 
 def test_numbers_follow_the_table(folder):
     """The control: another count, another sentence."""
-    before = study.argument(Recorded(folder))
+    before = plain(study.argument(Recorded(folder)))
     table = pd.read_csv(folder / "decode_bits.csv")
     table.loc[table.policy == "invariant-free-4", "solo_differs"] = 3
     table.to_csv(folder / "decode_bits.csv", index=False)
-    after = study.argument(Recorded(folder))
+    after = plain(study.argument(Recorded(folder)))
     assert before != after and "3 of 350" in after
 
 
@@ -206,7 +207,7 @@ def test_the_committed_tables_are_read_fast_and_without_a_gap():
     started = time.thread_time()
     found = study.recorded(study.Parameters.checked({"recorded": ""}))
     assert found.folder == data_path("recorded")
-    text = study.argument(found)
+    text = plain(study.argument(found))
     findings = study.findings(found)
     assert time.thread_time() - started < 5
     assert "nan" not in text and not findings.finding.str.contains("nan").any() and findings.n.notna().all()

@@ -6,6 +6,7 @@ import pytest
 from batch_variance.reporting.plots import invariant as plots
 from batch_variance.studies import invariant
 from batch_variance.studies import invariant_costs as costs
+from batch_variance.studies.sources import plain
 
 WHERE = dict(gpu="G", driver="1", torch="t", triton="r", commit="c", date="d")
 SHAPE = dict(n=1000, k=2000)
@@ -54,25 +55,25 @@ def test_a_table_worked_out_by_hand(folder):
     assert many.limit == pytest.approx(2 * 4096 * 1000 * 2000 / 790e6) and many.bound == "arithmetic"
     assert many.of_limit == pytest.approx(many.limit / 50) and many.default_of_limit == pytest.approx(many.limit / 40)
     assert costs.by_rows(frame)["geometric mean"].tolist() == [0.5, 1.25]
-    said = costs.goal_sentence(frame)
+    said = plain(costs.goal_sentence(frame))
     assert "Missed: 0.791, worst 1.250" in said and "1 of 2" in said and "1.25 at 4096 rows of N1000 K2000" in said
-    assert "Reached: 0.500" in costs.goal_sentence(frame[:1]) and "No point" in costs.goal_sentence(frame[:1])
-    assert "bandwidth, 1 points" in costs.limit_sentence(frame) and "4.3 TB/s" in costs.limit_sentence(frame)
+    assert "Reached: 0.500" in plain(costs.goal_sentence(frame[:1])) and "No point" in plain(costs.goal_sentence(frame[:1]))
+    assert "bandwidth, 1 points" in plain(costs.limit_sentence(frame)) and "4.3 TB/s" in plain(costs.limit_sentence(frame))
 
     classes = costs.by_segments()  # two segments: 0.5 and 1.0 of the library's time; one: 2.0 and 0.8
     assert classes.segments.tolist() == [1, 2] and classes["in use"].tolist() == [False, True]
     assert classes[1].tolist() == [2.0, 0.5] and classes[4096].tolist() == [0.8, 1.0]
     assert classes["geometric mean"].tolist() == [1.2649, 0.7071]
-    assert "for 1 of 1 weights" in costs.segments_sentence(classes) and "25% to 25%" in costs.segments_sentence(classes)
+    assert "for 1 of 1 weights" in plain(costs.segments_sentence(classes)) and "25% to 25%" in plain(costs.segments_sentence(classes))
 
-    assert "One segment was not tried for N1000 K2000" in costs.segments_sentence(classes[classes.segments == 2])
+    assert "One segment was not tried for N1000 K2000" in plain(costs.segments_sentence(classes[classes.segments == 2]))
 
     tiling = costs.tiling()
     assert tiling.pieces.tolist() == [16 * 2, 32 * 16]  # tiles of n times segments in parallel; tiles alone in turn
     assert tiling.filled.tolist() == pytest.approx([32 / 132, 512 / 132 / 4]) and tiling.again.tolist() == [1.0, 1.25]
     assert costs.slowest(tiling, 1)["rows"].tolist() == [4096]
-    assert "12.5% apart at the median and 25% at most" in costs.reason_sentence(tiling)
-    assert "At 1 of the 1 points" in costs.reason_sentence(tiling.assign(waves=[1.0, 1.5]))
+    assert "12.5% apart at the median and 25% at most" in plain(costs.reason_sentence(tiling))
+    assert "At 1 of the 1 points" in plain(costs.reason_sentence(tiling.assign(waves=[1.0, 1.5])))
     assert plots.times_and_limit(frame, "library").axes and plots.ratios(frame, "the library", 1.15).axes
 
 
@@ -84,7 +85,7 @@ def test_nvfp4_weights_are_counted_by_their_bytes(folder):
 
 
 def test_decode_rules_are_ranked_and_held_against_the_goal(folder):
-    assert costs.decode_by_rule() is None and "No GPU" in costs.decode_sentence(None)
+    assert costs.decode_by_rule() is None and "No GPU" in plain(costs.decode_sentence(None))
     invariant.recorded.cache_clear()
     rows = [("free-4", 1, 1.5), ("free-4", 256, 1.0), ("free-8", 1, 2.0), ("free-8", 256, 1.0)]
     one = dict(kernel="triton", metric="time", shape="h64 kv8 d128 1024 full")
@@ -93,7 +94,7 @@ def test_decode_rules_are_ranked_and_held_against_the_goal(folder):
     pd.DataFrame(table).to_csv(folder / "recorded" / "decode.csv", index=False)
     found = costs.decode_by_rule()
     assert found.rule.tolist() == ["free-4", "free-8"] and found["geometric mean"].tolist() == [1.225, 1.414]
-    said = costs.decode_sentence(found)
+    said = plain(costs.decode_sentence(found))
     assert "Missed" in said and "worst 1.50 (batch 1, h64 kv8 d128 1024 full)" in said and "not recorded" in said
     good = found.assign(rule="free-most-8", worst=1.05, **{"geometric mean": 1.01})
-    assert "Reached" in costs.decode_sentence(good) and "not recorded" not in costs.decode_sentence(good)
+    assert "Reached" in plain(costs.decode_sentence(good)) and "not recorded" not in plain(costs.decode_sentence(good))

@@ -29,6 +29,7 @@ from batch_variance.reporting.parameters import read_defaults, read_settings  # 
 from batch_variance.reporting.plots import row_threshold as plots  # noqa: E402
 from batch_variance.studies import row_threshold as study  # noqa: E402
 from batch_variance.studies import row_threshold_findings as findings  # noqa: E402
+from batch_variance.studies.sources import plain
 
 NOTEBOOK = "01_row_threshold"
 POLICIES = ["default", "force-gemv", "force-gemm"]
@@ -287,7 +288,7 @@ def test_crossings_say_how_the_rows_got_there():
     }  # fmt: skip
     assert study.crossings(matmul_frame(), 9).iloc[0, 3:7].tolist() == [0] * 4
     assert study.crossings(matmul_frame(), 0).iloc[0]["over the threshold"] == 28
-    said = findings.crossing_sentence(study.crossings(matmul_frame(), 4))
+    said = plain(findings.crossing_sentence(study.crossings(matmul_frame(), 4)))
     assert "at concurrency 4, 13 of 28 FFNs (46.4%)" in said and "12 through prefill and 1 by decode rows alone" in said
 
 
@@ -406,7 +407,7 @@ def test_native_summary_and_sentence():
     assert summary[counts].to_numpy().tolist() == [
         ["float32", "on", 4, 1, 16, 12, 4], ["bfloat16", "on", 4, 2, 16, 8, 4], ["bfloat16", "off", 4, 0, 16, 0, 4],
     ]  # fmt: skip
-    said = findings.native_sentence(summary)
+    said = plain(findings.native_sentence(summary))
     assert "2 of 4 bfloat16 texts and 1 of 4 float32 texts changed, while 50% and 75%" in said
     assert "With oneDNN off, 0 of 4 bfloat16 texts changed and 0% of the margins moved" in said
 
@@ -491,7 +492,7 @@ PROMPT_TOKENS = [["<s>", "</s>", "<s>", *text.encode(), "</s>", "<s>"] for text 
 def test_prompts_go_through_the_template(setup):
     assert [len(prompt) for prompt in setup.prompts] == [len(tokens) for tokens in PROMPT_TOKENS]
     assert setup.tier == "emulated" and "2 experts, top 1" in setup.weights.label
-    assert "4 prompts of 6 to 32 tokens" in findings.describe(setup)
+    assert "4 prompts of 6 to 32 tokens" in plain(findings.describe(setup))
 
 
 def test_with_exact_weights_only_the_order_of_additions_is_left(setup, parts):
@@ -648,16 +649,16 @@ def test_quality_measures_the_dense_model_and_the_one_under_study(setup):
 
 
 def test_sentences_carry_their_numbers(setup, parts, requests):
-    said = findings.variants_sentence(study.variants(requests))
+    said = plain(findings.variants_sentence(study.variants(requests)))
     assert "default: 4 of 8 (15.7% to 84.3%) requests differ from the prompt alone, 2 times" in said
     whole = float(parts[parts.step == "GEMM (all three)"].relative_difference.iloc[0])
-    assert f"differ by {whole:.1e} of the output's size" in findings.decomposition_sentence(parts)
+    assert f"differ by {whole:.1e} of the output's size" in plain(findings.decomposition_sentence(parts))
     agreement = study.path_agreement(setup)
     variants = hand_tables(gemm=2)[0]
-    said = findings.conclusion(setup, variants, parts, agreement)
+    said = plain(findings.conclusion(setup, variants, parts, agreement))
     assert "under the default dispatch 3 of 20" in said and "with one path forced, 2 of 40" in said
     assert "does not end the variance here" in said
-    assert "Forcing one path ends the variance" in findings.conclusion(setup, hand_tables()[0], parts, agreement)
+    assert "Forcing one path ends the variance" in plain(findings.conclusion(setup, hand_tables()[0], parts, agreement))
 
 
 # --- Figures ----------------------------------------------------------------------------------------------------------

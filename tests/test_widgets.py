@@ -25,6 +25,7 @@ from batch_variance.reporting.widgets.tree import TreeExplorer, additions, fold,
 from batch_variance.schedules import make_plan
 from batch_variance.studies import split_scheduler
 from batch_variance.studies.row_threshold_routing import Routing
+from batch_variance.studies.sources import plain
 
 SECONDS = 0.2  # an answer's limit
 
@@ -352,7 +353,8 @@ def test_an_explorers_output_holds_its_twin(shown, p, routing, name):
     ((data, kw),) = shown
     about = kw["metadata"][METADATA]
     assert data["image/png"].startswith(b"\x89PNG") and WIDGET in data and about["explorer"] is True
-    assert said == about["alt"] == kw["metadata"]["image/png"]["alt"] and re.search(r"\d", said)
+    assert plain(said) == about["alt"] == kw["metadata"]["image/png"]["alt"] and re.search(r"\d", said)
+    assert f'data-source="figure:{name}-explorer"' in said, "its numbers lead to the twin's data"
     assert about["figure"] == f"{name}-explorer" and data["text/plain"].startswith(f"Figure {name}-explorer")
     assert any(kind.endswith("figure+json") for kind in data), "the twin can be redrawn"
 

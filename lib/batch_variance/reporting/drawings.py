@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..common import BadInput
+from ..studies.sources import name_of
 
 MIME = "application/vnd.batch-variance.figure+json"
 _PLOTS = "batch_variance.reporting.plots."
@@ -53,6 +54,12 @@ def redraw(source: dict[str, Any]) -> Figure:
     return function(**{key: _unpack(value) for key, value in source["arguments"].items()})
 
 
+def names_in(source: dict[str, Any]) -> dict[str, str]:
+    """The names under which sentences cite the frames in a record, by argument; arguments without one are left out."""
+    values = source["arguments"].items()
+    return {name: value["source"] for name, value in values if isinstance(value, dict) and "source" in value}
+
+
 def frames_of(source: dict[str, Any]) -> dict[str, pd.DataFrame]:
     """The frames in a record, by argument (and key, for a dict of frames)."""
     found: dict[str, pd.DataFrame] = {}
@@ -77,7 +84,8 @@ def _pack(value: Any, where: str) -> Any:
     if isinstance(value, pd.DataFrame):
         plain = isinstance(value.index, pd.RangeIndex) and value.index.start == 0 and value.index.step == 1
         columns = [value.iloc[:, place] for place in range(value.shape[1])]
-        return {
+        name = name_of(value)
+        return ({"source": name} if name else {}) | {
             "columns": [_pack(name, where) for name in value.columns],
             "types": [str(column.dtype) for column in columns],
             "index": None if plain else [_pack(name, where) for name in value.index],

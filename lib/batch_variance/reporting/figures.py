@@ -17,6 +17,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from ..common import BadInput
+from ..studies.sources import name_of, plain
 from .checks import counted, readable, valid_evidence
 from .drawings import MIME as DRAWING
 from .drawings import source_of
@@ -51,7 +52,7 @@ def bundle(fig: Figure, name: str, alt: str, tier: str, n: int | str) -> tuple[d
     stamp(fig, tier, n)
     png = png_of(fig)
     plt.close(fig)  # or the inline backend shows it a second time at the cell's end
-    alt = " ".join(alt.split())
+    alt = " ".join(plain(alt).split())
     data = {"image/png": png, "text/plain": f"Figure {name}: {alt}"}
     source = source_of(fig)
     if source is not None:
@@ -73,8 +74,9 @@ def svg_of(fig: Figure) -> bytes:
     return svg.getvalue()
 
 
-def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
-    """Display a frame as a table with its caption, tier and count. A default index is left out.
+def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str, folded: bool = False) -> None:
+    """Display a frame as a table with its caption, tier and count; folded: its rows only on demand. A default index is
+    left out. Sentences cite the rows of a frame that `studies.sources.named` named.
 
     Raises BadInput for an empty caption, an unknown tier, or an ``n`` that is no count.
     """
@@ -83,14 +85,14 @@ def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str) -> None:
     n = valid_evidence(f"table {caption!r}", tier, n)
     if not isinstance(frame.index, pd.RangeIndex):
         frame = frame.reset_index()
-    foot = f"{tier} · {counted(n)}"
+    foot, name = f"{tier} · {counted(n)}", name_of(frame)
     display(
         {
-            "text/html": _table_html(frame, caption, foot),
+            "text/html": _table_html(frame, caption, foot, folded),
             "text/plain": f"{caption} ({foot})\n{frame.to_string(index=False)}",
             "text/csv": frame.to_csv(index=False),  # unrounded, for the page's download
         },
-        metadata={METADATA: {"table": caption, "tier": tier, "n": n}},
+        metadata={METADATA: {"table": caption, "tier": tier, "n": n} | ({"source": name} if name else {})},
         raw=True,
     )
 
@@ -111,7 +113,22 @@ def stamp(fig: Figure, tier: str, n: int | str) -> None:
     )
 
 
-def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
+def _table_html(frame: pd.DataFrame, caption: str, foot: str, folded: bool) -> str:
+    # The caption stands outside the box that scrolls, so that it stays readable on a narrow screen.
+    box = (
+        f'<div class="scroll" style="overflow-x:auto" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"{rows_html(frame)}</div>"
+    )
+    if folded:
+        box = f'<details class="code data"><summary>{len(frame)} row{"s" * (len(frame) != 1)}</summary>{box}</details>'
+    return (
+        f'<figure class="bv-table" style="margin:0"><figcaption><strong>{html.escape(caption)}</strong> '
+        f'<small style="opacity:0.75">{html.escape(foot)}</small></figcaption>{box}</figure>'
+    )
+
+
+def rows_html(frame: pd.DataFrame) -> str:
+    """A frame as an HTML table, numbers as `readable` writes them."""
     numeric = [
         pd.api.types.is_numeric_dtype(frame.dtypes.iloc[i]) and not pd.api.types.is_bool_dtype(frame.dtypes.iloc[i])
         for i in range(frame.shape[1])
@@ -125,13 +142,7 @@ def _table_html(frame: pd.DataFrame, caption: str, foot: str) -> str:
         "<tr>" + "".join(_td(_cell(value), way) for way, value in zip(side, row)) + "</tr>"
         for row in frame.itertuples(index=False, name=None)
     )
-    # The caption stands outside the box that scrolls, so that it stays readable on a narrow screen.
-    return (
-        f'<figure class="bv-table" style="margin:0"><figcaption><strong>{html.escape(caption)}</strong> '
-        f'<small style="opacity:0.75">{html.escape(foot)}</small></figcaption>'
-        f'<div class="scroll" style="overflow-x:auto" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></figure>"
-    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _td(text: str, side: str) -> str:

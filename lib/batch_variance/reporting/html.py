@@ -19,10 +19,12 @@ from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from traitlets.config import Config
 
+from ..studies.sources import plain
 from .checks import CONTROLS, MARKS, MIME, Check, counted, readable, readable_interval
 from .compare import compare
 from .downloads import checks_csv, data_uri, downloads, tables_of
 from .figures import METADATA
+from .landings import DATA, SOURCE, Landings, sentences
 from .results import Entry, summary, thumbnail
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -50,6 +52,10 @@ class Renderer(IPythonRenderer):
         anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>|&\w+;", "", text).lower()).strip("-") or "section"
         return f'<h{level} id="{anchor}-{len(self.levels)}">{text}</h{level}>\n'
 
+    def link(self, text, url, title=None):
+        kind = ' class="source"' if url.startswith("#") and (title or "").startswith(SOURCE) else ""
+        return super().link(text, url, title).replace("<a ", f"<a{kind} ", 1)
+
     def inline_math(self, body):
         return f'<span class="maths">{self.escape_html(body)}</span>'
 
@@ -67,6 +73,7 @@ class PageExporter(HTMLExporter):
         super().__init__(template_name="page", extra_template_basedirs=[str(TEMPLATES)], **kw)
         self.folder = folder  # where images that the notebook's markdown names are found, to be taken into the page
         self.levels: list[int] = []
+        self.landings: Landings | None = None  # what sentences may cite; without it citations read as plain text
 
     @property
     def default_config(self):
@@ -93,6 +100,7 @@ class PageExporter(HTMLExporter):
             escape=False, exclude_anchor_links=True, embed_images=True, path=str(self.folder), attachments=attachments
         )
         renderer.levels = self.levels
+        source = self.landings.linked(source) if self.landings else plain(source)
         return MarkdownWithMath(renderer=renderer).render(source)
 
     def default_filters(self):
@@ -142,6 +150,7 @@ FILTERS = {
     "plain_traceback": plain_traceback,
     "alt_text": alt_text,
     "is_explorer": lambda output: bool(about(output).get("explorer")),
+    "data_of_figure": lambda output: Markup(about(output).get(DATA, "")),
     "readable": readable,
     "readable_interval": readable_interval,
     "counted": counted,
@@ -171,6 +180,10 @@ def notebook_page(entry: Entry, provenance: dict[str, Any]) -> str:
         exporter.levels.append(1)  # the template gives the page its own first heading
     plan = entry.plan
     notebook, sections = with_numbered_tables(entry.notebook)
+    exporter.landings = landings = Landings(notebook, plan.values)
+    for text in sentences(notebook):  # a figure stands before the sentence that cites it
+        landings.linked(text)
+    landings.unfold()
     resources = {
         "page": {
             "checks": [(one, sections.get(one.id, [])) for one in entry.checks],

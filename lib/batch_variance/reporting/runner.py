@@ -22,6 +22,7 @@ from ..common.data import repository, write_atomically, write_text
 from .compare import read_summary
 from .execution import INTERRUPTED, run_notebook
 from .html import index_page, notebook_page
+from .landings import check_sources
 from .parameters import make_plans
 from .results import NOT_RUN, Entry, figure_record, remove_stale_figures, summary
 
@@ -99,7 +100,9 @@ class Report:
         with _interrupts_held() as came:
             try:
                 entry.finish(outcome)
-            except BadInput as error:  # the notebook ran, but its checks cannot be told apart
+                if entry.status == "ok":
+                    check_sources(entry.notebook, entry.plan.values)
+            except BadInput as error:  # the notebook ran, but its checks cannot be told apart, or a number's row is not there
                 entry.status, entry.message = "failed", str(error)
             self._write_files(entry)
             self.write()

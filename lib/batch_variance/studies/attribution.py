@@ -22,6 +22,7 @@ from .attribution_design import DESIGNS, Design
 from .attribution_measuring import AMPLIFIERS, Measured, Plan, applicable
 from .cells import Subject, never_alone, occurred
 from .served_model import Device, ServedModel
+from .sources import PARAMETERS, cite, named
 from .texts import many_prompts
 
 
@@ -180,7 +181,7 @@ def describe_mechanisms(design: Design, threshold: int) -> str:
     engine runs by."""
     rows = "rows of the matmul"
     said = {
-        "row_threshold": (rows, f"GEMV up to {threshold}, GEMM above", "GEMV"),
+        "row_threshold": (rows, f"GEMV up to {cite(threshold, PARAMETERS, name='threshold')}, GEMM above", "GEMV"),
         "batch_splits": (
             "all decode rows' lengths",
             f"FlashMLA's schedule over {switches.SPLIT_PARTS} programs",
@@ -269,14 +270,21 @@ def alone_table(measured: Measured, design: Design) -> pd.DataFrame:
                 },
             }
         )
-    return pd.DataFrame(rows).sort_values("changed", ascending=False, kind="stable", ignore_index=True)
+    return named(pd.DataFrame(rows).sort_values("changed", ascending=False, kind="stable", ignore_index=True), f"{measured.name}alone")
 
 
 def load_table(measured: Measured) -> pd.DataFrame:
     """None on and all on at each concurrency."""
     part = measured.part("load")
-    table = cell_table(part.assign(on=part.mechanisms.where(part.mechanisms == "none", "all")), "on", "concurrency")
-    return table.sort_values(["on", "concurrency"], ascending=[False, True], ignore_index=True)
+    part = part.assign(on=part.mechanisms.where(part.mechanisms == "none", "all"))
+    table = cell_table(part, "on", "concurrency")
+    table = table.sort_values(["on", "concurrency"], ascending=[False, True], ignore_index=True)
+    return named(table, f"{measured.name}load")
+
+
+def coalition_table(measured: Measured) -> pd.DataFrame:
+    """Every set of mechanisms that the budget rests on."""
+    return named(cell_table(measured.part("budget"), "mechanisms"), f"{measured.name}coalitions")
 
 
 def amplifier_table(measured: Measured) -> pd.DataFrame:
@@ -294,9 +302,9 @@ def amplifier_table(measured: Measured) -> pd.DataFrame:
         known = base.loc[mechanisms].solo_text if mechanisms in base.index.get_level_values(0) else None
         other = None if known is None else int((mine.solo_text != known.reindex(mine.index)).sum())
         solo.append({"exact ties alone": ties, "texts alone unlike the base's": other})
-    return table.join(pd.DataFrame(solo))
+    return named(table.join(pd.DataFrame(solo)), f"{measured.name}amplifiers")
 
 
 def planted_table(measured: Measured) -> pd.DataFrame:
     """Changed texts by the size of the planted perturbation."""
-    return cell_table(measured.part("planted"), "planted")
+    return named(cell_table(measured.part("planted"), "planted"), f"{measured.name}planted")

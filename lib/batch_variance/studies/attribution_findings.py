@@ -1,7 +1,7 @@
 """What notebook 04's tables say: verdicts with their controls, sentences with the numbers in them, and the retraction
 retold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -10,11 +10,20 @@ from scipy.stats import binom, hypergeom, kendalltau
 
 from ..common import Rate
 from ..engine import MECHANISMS
-from .attribution import Setup, alone_table, amplifier_table, cell_table, load_table, planted_table
+from .attribution import (
+    Setup,
+    alone_table,
+    amplifier_table,
+    cell_table,
+    coalition_table,
+    load_table,
+    planted_table,
+)
 from .attribution_design import Design, budget, clear_pairs, interactions, resampled_worth, reversed_pairs, shapley
 from .attribution_measuring import Measured, design_of, recorded
 from .power import chance_of_more, requests_to_tell_apart
 from .recordings import recorded_source
+from .sources import cite, given, named
 
 RETRACTED = (1, 2, 200)  # with an invariant kernel, without, requests of each
 
@@ -23,12 +32,35 @@ def describe(setup: Setup) -> str:
     """Which model runs on what, and how much will be served."""
     p, cells = setup.p, setup.plan.cells()
     lengths = sorted(map(len, setup.subject.prompts))
+    many = cite(f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens", prompt_lengths(setup))
+    planned = cell_plan(setup)
     where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
     return (
         f"Model: `{p.model}`, {setup.label}; {p.storage} storage, {p.logits} logits, activations {p.activations}."
-        f" {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, {p.tokens} tokens each. {len(cells)} cells,"
-        f" {sum(cell.requests for cell in cells):,} requests. Budget: {setup.plan.design.estimator}. Evidence tier:"
+        f" {many}, {given(p, 'tokens')} tokens each. {cite(f'{len(cells)} cells', planned)},"
+        f" {cite(f'{sum(cell.requests for cell in cells):,}', planned)} requests. Budget: {setup.plan.design.estimator}. Evidence tier:"
         f" {setup.tier} ({where})."
+    )
+
+
+def prompt_lengths(setup: Setup) -> pd.DataFrame:
+    """prompt (its number) and its tokens."""
+    lengths = list(map(len, setup.subject.prompts))
+    return named(pd.DataFrame({"prompt": range(len(lengths)), "tokens": lengths}), "prompts")
+
+
+def cell_plan(setup: Setup) -> pd.DataFrame:
+    """What will be served, a row a cell: its settings, concurrency, seed and requests."""
+    rows = [cell.columns() | {"requests": cell.requests} for cell in setup.plan.cells()]
+    return named(pd.DataFrame(rows), "cells")
+
+
+def served_sentence(setup: Setup, measured: Measured) -> str:
+    """How much was served; the steps are those of `Measured.steps`."""
+    steps = named(measured.steps, "steps")
+    return (
+        f"Served: {cite(len(setup.plan.cells()), cell_plan(setup))} cells in {cite(f'{int(steps.steps.sum()):,}', steps)} "
+        f"engine steps, the prompts alone included."
     )
 
 
@@ -53,13 +85,19 @@ def alone_sentence(alone: pd.DataFrame) -> str:
     """Which mechanisms move bits and no text, next to those that change texts."""
     silent = alone[(alone["margins moved"] > 0) & (alone.changed == 0)]
     loud = alone[alone.changed > 0]
-    changes = [f"{_named(row.mechanism)} changes {row.changed} of {row.requests:,} texts" for row in loud.itertuples()]
+    at = lambda text, name: cite(text, alone, mechanism=name)  # noqa: E731
+    changes = [
+        f"{_named(row.mechanism)} changes {at(f'{row.changed} of {row.requests:,}', row.mechanism)} texts"
+        for row in loud.itertuples()
+    ]
     said = [f"Each alone on, {', '.join(changes) or 'none changes a text'}."]
     for row in silent.to_dict("records"):
+        name = row["mechanism"]
         said.append(
-            f"{_named(row['mechanism'])} moves the margin of {row['margins moved']:.0%} of the tokens, by up to"
-            f" {row['largest move']:.2g}, and changes no text in {row['requests']:,} requests (at most"
-            f" {row['high']:.2%} would be missed)."
+            f"{_named(name)} moves the margin of {at(format(row['margins moved'], '.0%'), name)} of the tokens, by up to"
+            f" {at(format(row['largest move'], '.2g'), name)}, and changes no text in"
+            f" {at(format(row['requests'], ','), name)} requests (at most {at(format(row['high'], '.2%'), name)} would be"
+            f" missed)."
         )
     idle = [_named(name) for name in alone[~alone.occurred].mechanism]
     return " ".join(said) + (f" The trigger of {', '.join(idle)} did not occur." if idle else "")
@@ -95,9 +133,13 @@ def load_sentence(loads: pd.DataFrame) -> str:
     said = []
     if len(off):
         rate = Rate(int(off.changed.sum()), int(off.requests.sum()))
-        said.append(f"With all off {rate} requests changed, at concurrency {', '.join(map(str, off.concurrency))}.")
+        levels = ", ".join(cite(level, loads, on="none", concurrency=level) for level in off.concurrency)
+        said.append(f"With all off {cite(rate, loads, on='none')} requests changed, at concurrency {levels}.")
     if len(on):
-        rates = "; ".join(f"{row.rate:.1%} at {row.concurrency}" for row in on.itertuples())
+        rates = "; ".join(
+            cite(f"{row.rate:.1%} at {row.concurrency}", loads, on="all", concurrency=row.concurrency)
+            for row in on.itertuples()
+        )
         rising = bool((on.rate.diff().dropna() > 0).all())
         how = (
             "it does not rise at every step: texts that change once cannot change twice, so the share saturates,"
@@ -173,18 +215,24 @@ def budget_sentence(measured: Measured, design: Design, shares: pd.DataFrame) ->
     alone = parts.loc["sum of each on alone"]
     independent = parts.loc["independent changes of each on alone"]
     side = "more" if alone["all on minus it"] > 0 else "less"
+    largest = lambda text: cite(text, shares, mechanism=first.mechanism)  # noqa: E731
+    part = lambda text, name: cite(text, f"{measured.name}interactions", quantity=name)  # noqa: E731
+    rest_of = alone["all on minus it"], alone["difference low"], alone["difference high"]
+    each, at_once = "sum of each on alone", "independent changes of each on alone"
     return (
-        f"All on, {all_on} requests change. {_named(first.mechanism)} is charged with {first['share']:.1%} of requests "
-        f"({first['share low']:.1%} to {first['share high']:.1%})"
+        f"All on, {cite(all_on, coalition_table(measured), mechanisms=_all_on(design))} requests change. "
+        f"{_named(first.mechanism)} is charged with {largest(format(first['share'], '.1%'))} of requests "
+        f"({largest(format(first['share low'], '.1%'))} to {largest(format(first['share high'], '.1%'))})"
         + (
             f"; an interval above 0 also have {', '.join(clear)}"
             if clear
             else "; no other mechanism's interval is above 0"
         )
-        + f". Each on alone adds up to {alone['value']:.1%}; all on change {abs(alone['all on minus it']):.1%} {side}"
-        f" (interval of the difference {alone['difference low']:.1%} to {alone['difference high']:.1%}), where"
-        f" independent changes would give {independent['value']:.1%}. Intervals resample the"
-        f" {measured.part('budget').prompt.nunique()} prompts."
+        + f". Each on alone adds up to {part(format(alone['value'], '.1%'), each)}; all on change"
+        f" {part(format(abs(rest_of[0]), '.1%'), each)} {side} (interval of the difference"
+        f" {part(f'{rest_of[1]:.1%} to {rest_of[2]:.1%}', each)}), where independent changes would give"
+        f" {part(format(independent['value'], '.1%'), at_once)}. Intervals resample the"
+        f" {cite(measured.part('budget').prompt.nunique(), coalition_table(measured))} prompts."
     )
 
 
@@ -192,7 +240,8 @@ def by_seed(measured: Measured, design: Design) -> pd.DataFrame:
     """A row a (seed, mechanism): its share of the budget from that seed's requests alone."""
     part = measured.part("budget")
     frames = [budget(part[part.seed == seed], design).assign(seed=seed) for seed in sorted(part.seed.unique())]
-    return pd.concat(frames, ignore_index=True)[["seed", "mechanism", "share", "share low", "share high"]]
+    found = pd.concat(frames, ignore_index=True)[["seed", "mechanism", "share", "share low", "share high"]]
+    return named(found, f"{measured.name}by-seed")
 
 
 def _shares(seeds: pd.DataFrame) -> dict[int, dict[str, float]]:
@@ -213,9 +262,10 @@ def order_sentence(measured: Measured, design: Design, seeds: pd.DataFrame) -> s
         if not turned
         else ", ".join(f"{_named(a)} and {_named(b)}" for a, b in turned) + " stand the other way round"
     )
-    agree = "cannot be computed, all shares being equal" if np.isnan(tau) else f"is {tau:.2f}"
+    agree = "cannot be computed, all shares being equal" if np.isnan(tau) else f"is {cite(f'{tau:.2f}', seeds)}"
+    count = f"{len(pairs)} of {len(design.mechanisms) * (len(design.mechanisms) - 1) // 2}"
     return (
-        f"{len(pairs)} of {len(design.mechanisms) * (len(design.mechanisms) - 1) // 2} pairs of mechanisms are told"
+        f"{cite(count, f'{measured.name}budget')} pairs of mechanisms are told"
         f" apart by the pooled requests; of these, in any one seed, {said}. The smallest rank correlation between two"
         f" seeds (Kendall's tau-b over all mechanisms) {agree}."
     )
@@ -251,7 +301,8 @@ def order_verdict(measured: Measured, design: Design, seeds: pd.DataFrame, tier:
 
 def planted_sentence(planted: pd.DataFrame, alone: pd.DataFrame) -> str:
     """The scale: how many texts known sizes change, and between which of them each mechanism lies."""
-    scale = ", ".join(f"{row.planted:g} changes {row.rate:.1%}" for row in planted.itertuples())
+    size = lambda text, value: cite(text, planted, planted=value)  # noqa: E731
+    scale = ", ".join(size(f"{row.planted:g} changes {row.rate:.1%}", row.planted) for row in planted.itertuples())
     sizes, rates = planted.planted.tolist(), planted.rate.tolist()
     said = []
     for row in alone.itertuples():
@@ -260,9 +311,11 @@ def planted_sentence(planted: pd.DataFrame, alone: pd.DataFrame) -> str:
         below = [size for size, known in zip(sizes, rates) if known <= rate]
         # Where nothing changed, sizes that change nothing either say nothing.
         where = (
-            f"less than {min(above):g}"
+            f"less than {size(f'{min(above):g}', min(above))}"
             if not below or (not row.changed and above)
-            else f"at least {max(below):g}" if not above else f"{max(below):g} to {min(above):g}"
+            else f"at least {size(f'{max(below):g}', max(below))}"
+            if not above
+            else f"{size(f'{max(below):g}', max(below))} to {size(f'{min(above):g}', min(above))}"
         )
         said.append(f"{_named(row.mechanism)} {where}")
     return f"Logit noise of standard deviation {scale} of the texts. On that scale: {'; '.join(said)}."
@@ -292,11 +345,12 @@ def amplifier_sentence(amplified: pd.DataFrame, carrier: str) -> str:
     """How the same mechanism fares under each dtype, with the ties."""
     if amplified.empty:
         return "No amplifier was asked for."
+    at = lambda text, name, on: cite(text, amplified, amplifier=name, mechanisms=on)  # noqa: E731
     said = []
     for row in amplified[amplified.mechanisms == carrier].itertuples():
-        said.append(f"{row.amplifier}: {row.changed} of {row.requests:,}")
+        said.append(f"{row.amplifier}: {at(f'{row.changed} of {row.requests:,}', row.amplifier, row.mechanisms)}")
     ties = amplified[amplified.mechanisms == "none"].set_index("amplifier")["exact ties alone"]
-    tied = ", ".join(f"{count} ({name})" for name, count in ties.items() if count) or "none under any"
+    tied = ", ".join(f"{at(count, name, 'none')} ({name})" for name, count in ties.items() if count) or "none under any"
     lines = [
         f"{_named(carrier)} alone changes, {'; '.join(said)}. Exact ties among the tokens of the prompts alone: {tied}."
     ]
@@ -305,8 +359,9 @@ def amplifier_sentence(amplified: pd.DataFrame, carrier: str) -> str:
         rows = amplified[amplified.mechanisms.str.contains("+", regex=False)].set_index("amplifier")
         low, high = rows.loc[kept], rows.loc[rule]
         lines.append(
-            f"With all on, the lowest id winning a tie changes {low.changed} of {low.requests:,}, the highest"
-            f" {high.changed} of {high.requests:,}."
+            f"With all on, the lowest id winning a tie changes"
+            f" {at(f'{low.changed} of {low.requests:,}', kept, low.mechanisms)}, the highest"
+            f" {at(f'{high.changed} of {high.requests:,}', rule, high.mechanisms)}."
         )
     return " ".join(lines)
 
@@ -362,22 +417,41 @@ def retold(measured: Measured, design: Design, requests: int = RETRACTED[2]) -> 
                 "requests needed, each side": requests_to_tell_apart(after.value, before.value, 0.8) if gap else None,
             }
         )
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), f"{measured.name}retold")
+
+
+def retraction_table() -> pd.DataFrame:
+    """The retracted comparison, a row: texts that varied after and before the repair, of how many, Fisher's p, and what
+    these rates would have shown."""
+    after, before, n = RETRACTED
+    seen = experiment(after / n, before / n, n)
+    row = {
+        "after": after,
+        "before": before,
+        "requests": n,
+        "p": chance_of_more(after, n, before, n),
+        "chance to tell them apart": seen["told apart"],
+        "chance to show no fewer": seen["equal"] + seen["more"],
+        "requests for 80%": requests_to_tell_apart(after / n, before / n, 0.8),
+    }
+    return named(pd.DataFrame([row]), "retraction")
 
 
 def retraction_sentence(told: pd.DataFrame) -> str:
     after, before, n = RETRACTED
-    p = chance_of_more(after, n, before, n)
-    seen = experiment(after / n, before / n, n)
-    needed = requests_to_tell_apart(after / n, before / n, 0.8)
+    known = retraction_table()
+    (row,) = known.to_dict("records")
+    at = lambda name, form: cite(format(row[name], form), known)  # noqa: E731
     hopeless = told[told[f"chance that {n} show it"] < 0.5]
     return (
-        f"FlashMLA issue 212's author made the kernel invariant and found {after} of {n} texts varying instead of"
-        f" {before} of {n} (p = {p:.2f}). Had the rates really been {after / n:.1%} and {before / n:.1%}, {n} requests"
-        f" of each would have told them apart with a chance of {seen['told apart']:.1%}, and shown no fewer after the"
-        f" repair with one of {seen['equal'] + seen['more']:.0%}; {needed:,} requests of each are needed for 80%. So"
-        f" the count supports no causal claim, nor its opposite. Here, with the rates that we measured, {n} requests"
-        f" would have missed the repair of {len(hopeless)} of {len(told)} mechanisms more often than not"
+        f"FlashMLA issue 212's author made the kernel invariant and found {cite(f'{after} of {n}', known)} texts varying instead of"
+        f" {cite(f'{before} of {n}', known)} (p = {at('p', '.2f')}). Had the rates really been"
+        f" {cite(f'{after / n:.1%} and {before / n:.1%}', known)}, {at('requests', 'd')} requests of each would have told them"
+        f" apart with a chance of {at('chance to tell them apart', '.1%')}, and shown no fewer after the repair with one of"
+        f" {at('chance to show no fewer', '.0%')}; {at('requests for 80%', ',')} requests of each are needed for 80%. So"
+        f" the count supports no causal claim, nor its opposite. Here, with the rates that we measured,"
+        f" {at('requests', 'd')} requests"
+        f" would have missed the repair of {cite(f'{len(hopeless)} of {len(told)}', told)} mechanisms more often than not"
         f" ({', '.join(map(_named, hopeless['made invariant'])) or 'none'})."
     )
 
@@ -436,7 +510,11 @@ class RecordedRun:
 
     @cached_property
     def shares(self) -> pd.DataFrame:
-        return budget(self.measured.part("budget"), self.design)
+        return named(budget(self.measured.part("budget"), self.design), f"{self.measured.name}budget")
+
+    @cached_property
+    def interactions(self) -> pd.DataFrame:
+        return named(interactions(self.measured.part("budget"), self.design), f"{self.measured.name}interactions")
 
     @cached_property
     def planted(self) -> pd.DataFrame:
@@ -462,14 +540,16 @@ def recorded_runs() -> list[RecordedRun]:
         measured = recorded(ffn)
         design = None if measured is None else design_of(measured.part("budget"))
         if design and len(measured.part("load")):
-            found.append(RecordedRun(ffn, measured, design))
+            found.append(RecordedRun(ffn, replace(measured, name=f"recorded-{ffn}-"), design))
     return found
 
 
 def recorded_sentence(runs: list[RecordedRun]) -> str:
     if not runs:
         return "No GPU run of this study is recorded: run it with `--device cuda -p record=data/recorded` to add one."
-    return " ".join(f"{recorded_source(run.measured.prompts)} {run.requests:,} requests in the budget." for run in runs)
+    many = [cite(f"{run.requests:,}", coalition_table(run.measured)) for run in runs]
+    said = (f"{recorded_source(run.measured.prompts)} {n} requests in the budget." for run, n in zip(runs, many))
+    return " ".join(said)
 
 
 SELECTIONS = {"dense": "dense", "moe-all": "experts, all taken", "moe": "experts, some chosen"}
@@ -491,7 +571,7 @@ def selection_table() -> pd.DataFrame:
         cells = cells[cells.mechanisms.isin(("none", *MECHANISMS))]
         found.append(cells.assign(ffn=words, label=part.label.iloc[0]))
     columns = ["ffn", "mechanisms", "requests", "changed", "low", "high", "margins moved", "largest move", "label"]
-    return pd.concat(found, ignore_index=True)[columns]
+    return named(pd.concat(found, ignore_index=True)[columns], "selection")
 
 
 def _small(table: pd.DataFrame) -> pd.DataFrame:
@@ -507,8 +587,9 @@ def selection_sentence(table: pd.DataFrame) -> str:
     said = []
     for words, part in small.groupby("ffn", sort=False):
         rate = Rate(int(part.changed.sum()), int(part.requests.sum()))
-        largest = part["largest move"].max()
-        said.append(f"with {words} {rate} texts changed, and no margin moved by more than {largest:.2g}")
+        largest = part.loc[part["largest move"].idxmax()]
+        move = cite(f"{largest['largest move']:.2g}", table, ffn=words, mechanisms=largest.mechanisms)
+        said.append(f"with {words} {cite(rate, table, ffn=words)} texts changed, and no margin moved by more than {move}")
     names = ", ".join(_named(name) for name in dict.fromkeys(small.mechanisms))
     held = " A last bit that swaps an expert is no longer a last bit." if selection_verdict(table)["holds"] else ""
     return f"Each alone on, {names}: {'; '.join(said)}.{held}"
@@ -553,7 +634,7 @@ def recorded_off() -> list[tuple[str, str, pd.DataFrame]]:
                     (
                         "recorded-gpu" if tier == "live-gpu" else tier,
                         f"{row.label}, {where}, {row.date}, commit {row.commit}",
-                        loads[loads.on == "none"],
+                        named(loads[loads.on == "none"], f"off-{ffn}-{tier}"),
                     )
                 )
     return found
@@ -562,21 +643,28 @@ def recorded_off() -> list[tuple[str, str, pd.DataFrame]]:
 def off_sentence(table: pd.DataFrame) -> str:
     rate = Rate(int(table.changed.sum()), int(table.requests.sum()))
     worst = Rate(0, int(table.requests.min())).interval[1]
+    fewest = lambda text: cite(text, table, requests=table.requests.min())  # noqa: E731
     return (
-        f"All off: {rate} requests changed, at least {int(table.requests.min()):,} at each of concurrency"
-        f" {', '.join(map(str, table.concurrency))}, and the margins of {table['margins moved'].max():.0%} of the"
-        f" tokens moved; at one concurrency a rate of up to {worst:.2%} would be missed."
+        f"All off: {cite(rate, table)} requests changed, at least {fewest(f'{int(table.requests.min()):,}')} at each of"
+        f" concurrency {', '.join(cite(level, table, concurrency=level) for level in table.concurrency)}, and the margins"
+        f" of {cite(format(table['margins moved'].max(), '.0%'), table)} of the tokens moved; at one concurrency a rate of"
+        f" up to {fewest(f'{worst:.2%}')} would be missed."
     )
 
 
 def conclusion(measured: Measured, design: Design, alone: pd.DataFrame, shares: pd.DataFrame) -> str:
     """What a reader should take along, from these tables."""
     silent = [row["mechanism"] for _, row in alone.iterrows() if row["margins moved"] > 0 and row["changed"] == 0]
-    order = ", ".join(f"{_named(row.mechanism)} ({row.share:.1%})" for row in shares.itertuples())
+    order = ", ".join(
+        f"{_named(row.mechanism)} ({cite(f'{row.share:.1%}', shares, mechanism=row.mechanism)})"
+        for row in shares.itertuples()
+    )
+    table = coalition_table(measured)
     off, on = _worth(measured, "none"), _worth(measured, _all_on(design))
     return "\n".join(
         [
-            f"- **All off: {off} changed. All on: {on}.** Whatever varies under some of the mechanisms is theirs.",
+            f"- **All off: {cite(off, table, mechanisms='none')} changed. All on:"
+            f" {cite(on, table, mechanisms=_all_on(design))}.** Whatever varies under some of the mechanisms is theirs.",
             f"- **Budget**, in shares of requests: {order}.",
             "- **A kernel that varies is not yet the cause.**"
             f" {', '.join(map(_named, silent)) if silent else 'No mechanism'} moved bits and changed no text here."
@@ -589,4 +677,5 @@ def conclusion(measured: Measured, design: Design, alone: pd.DataFrame, shares: 
 
 
 def _repaired(measured: Measured, design: Design, name: str) -> str:
-    return str(_worth(measured, "+".join(design.but(design.mechanisms, name)) or "none"))
+    rest = "+".join(design.but(design.mechanisms, name)) or "none"
+    return cite(_worth(measured, rest), coalition_table(measured), mechanisms=rest)

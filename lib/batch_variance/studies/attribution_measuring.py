@@ -120,6 +120,7 @@ class Measured:
     prompts: pd.DataFrame
     choices: pd.DataFrame
     steps: pd.DataFrame
+    name: str = ""  # before the names of its tables, so that sentences on several runs cite their own
 
     def part(self, name: str) -> pd.DataFrame:
         """The rows of ``prompts`` that belong to a part."""

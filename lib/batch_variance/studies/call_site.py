@@ -23,6 +23,7 @@ from ..hooks.record import recorded
 from ..hooks.subjects import PROMPTS, causal_subject
 from ..hooks.zoo import ZOO, Planted, instance
 from .parameters import StudyParameters
+from .sources import cite, named
 
 
 class Parameters(StudyParameters):
@@ -107,10 +108,10 @@ def zoo_score(frame: pd.DataFrame) -> pd.DataFrame:
     own = variant[variant["axis"].eq(variant["planted"])].groupby("kernel")["instances"].sum()
     other = variant[variant["axis"].ne(variant["planted"])].groupby("kernel")["instances"].sum()
     table = frame[frame["axis"].eq("rerun")].groupby(["kernel", "planted"], sort=False)["instances"].sum().reset_index()
-    return table.assign(
+    return named(table.assign(
         found=table["kernel"].map(own).fillna(0).astype(int),
         found_elsewhere=table["kernel"].map(other).fillna(0).astype(int),
-    )
+    ), "zoo-score")
 
 
 def clean_session(p: Parameters) -> dict:
@@ -130,14 +131,18 @@ def clean_session(p: Parameters) -> dict:
     }
 
 
+def clean_table(clean: dict) -> pd.DataFrame:
+    """`clean_session` as a row."""
+    return named(pd.DataFrame([{name: clean[name] for name in ("calls", "rows", "differ", "ms_per_call")}]), "clean")
+
+
 def recorded_zoo() -> pd.DataFrame:
     """The recorded zoo: session, kernel, axis, instances, found, found elsewhere, date; clean calls are the last
     row.
     """
     table = pd.read_csv(data_path("recorded", "probe_zoo.csv"), keep_default_na=False)
-    return table[["session", "kernel", "axis", "instances", "found", "found_elsewhere", "date"]].rename(
-        columns={"found_elsewhere": "found elsewhere"}
-    )
+    columns = ["session", "kernel", "axis", "instances", "found", "found_elsewhere", "date"]
+    return named(table[columns].rename(columns={"found_elsewhere": "found elsewhere"}), "recorded-zoo")
 
 
 # -- one call site of the real model
@@ -185,9 +190,8 @@ def session_verdicts(log: pd.DataFrame) -> pd.DataFrame:
     """Verdict per site and axis, from a log."""
     rows = log[log["kind"].eq("axis")]
     axes = tuple(axis for axis in AXES if axis in set(rows["axis"]))
-    return pd.concat(
-        [verdicts(part, axes).assign(site=site) for site, part in rows.groupby("site", sort=False)], ignore_index=True
-    )
+    parts = [verdicts(part, axes).assign(site=site) for site, part in rows.groupby("site", sort=False)]
+    return named(pd.concat(parts, ignore_index=True), "verdicts")
 
 
 def ulp_distribution(log: pd.DataFrame) -> pd.DataFrame:
@@ -209,7 +213,7 @@ def ulp_distribution(log: pd.DataFrame) -> pd.DataFrame:
                     "share": int(counts[bucket]) / max(total, 1),
                 }
             )
-    return pd.DataFrame(rows, columns=["site", "axis", "ulp_from", "elements", "share"])
+    return named(pd.DataFrame(rows, columns=["site", "axis", "ulp_from", "elements", "share"]), "ulp")
 
 
 # -- are the inputs well formed?
@@ -223,7 +227,7 @@ def well_formed(calls: int = 6, seed: int = 0) -> pd.DataFrame:
 
     Columns: planted, and those of ``checks.summarise``.
     """
-    return pd.concat([_decode_session(fault, calls, seed) for fault in FAULTS], ignore_index=True)
+    return named(pd.concat([_decode_session(fault, calls, seed) for fault in FAULTS], ignore_index=True), "input-checks")
 
 
 def _decode_session(fault: str, calls: int, seed: int) -> pd.DataFrame:
@@ -303,7 +307,7 @@ def varying(operations: pd.DataFrame) -> pd.DataFrame:
         "max_ulp_out",
         "max_row_scaled_ulp_out",
     ]
-    return operations.loc[operations["solo"].gt(0), columns].reset_index(drop=True)
+    return named(operations.loc[operations["solo"].gt(0), columns].reset_index(drop=True), "varying")
 
 
 def size_map(sizes: pd.DataFrame) -> pd.DataFrame:
@@ -360,7 +364,7 @@ def recorded_cost() -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame()
     names = {"ratio": "probed over plain", "off_ratio": "after over plain", "ms_per_sample": "ms a sample"}
-    return pd.read_csv(path).rename(columns=names)
+    return named(pd.read_csv(path).rename(columns=names), "probe-cost")
 
 
 def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
@@ -368,17 +372,19 @@ def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
     if cost.empty:
         return "No GPU's cost of a probe is recorded."
     row, told, limited = cost.iloc[0], [], []
+    at = lambda text, row: cite(text, cost, site=row.site, sampling=row.sampling)  # noqa: E731
     plain = cost[cost.sampling == "re-run and solo"]
     for each in plain.rename(columns={"ms a sample": "ms"}).itertuples():
         told.append(
-            f"at `{each.site}` {each.share:.1%} of the run ({each.ms:.2f} ms a sample,"
-            f" {each.plain_s / each.calls * each.rounds * 1000:.2f} ms of engine a call)"
+            f"at `{each.site}` {at(f'{each.share:.1%}', each)} of the run ({at(f'{each.ms:.2f}', each)} ms a sample,"
+            f" {at(f'{each.plain_s / each.calls * each.rounds * 1000:.2f}', each)} ms of engine a call)"
         )
     for each in cost[cost.sampling.str.endswith("at most 2%")].itertuples():
-        limited.append(f"one call in {each.calls / max(each.sampled, 1):.0f} at `{each.site}`, {each.share:.1%} of the run")
+        one_in = at(f"{each.calls / max(each.sampled, 1):.0f}", each)
+        limited.append(f"one call in {one_in} at `{each.site}`, {at(f'{each.share:.1%}', each)} of the run")
     verdict = "under" if plain["share"].max() < goal else "not everywhere under"
     return (
-        f"Recorded on {row.gpu} ({row.date}), one call in {row.every}, re-run and solo: {'; '.join(told)}. That is"
+        f"Recorded on {row.gpu} ({row.date}), one call in {cite(row.every, cost)}, re-run and solo: {'; '.join(told)}. That is"
         f" {verdict} the goal of {goal:.0%}. A sample makes two more calls, which alone are 2% of a site's own time."
         + (f" With `max_share` = 0.02 the probe samples {'; '.join(limited)}." if limited else "")
     )
@@ -409,7 +415,7 @@ def attention_by_threads(
                 )
     finally:
         torch.set_num_threads(before)
-    return pd.DataFrame(table)
+    return named(pd.DataFrame(table), "threads")
 
 
 def summarise_checks(log: pd.DataFrame) -> pd.DataFrame:

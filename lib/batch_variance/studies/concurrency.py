@@ -19,6 +19,7 @@ from . import forcing
 from .cells import Cell, Loaded, Served, Subject, in_memory, serve_cells, worker_pool
 from .power import StoppingRule
 from .served_model import Device, ServedModel
+from .sources import named
 from .texts import many_prompts, read_prompts
 
 
@@ -323,7 +324,8 @@ class Pair:
         """The tokens around the split; margins in the batch only while the context is the same."""
         shown = self.tokens[self.tokens["index"].between(self.split - before, self.split + after)]
         known = shown["margin in the batch"].where(shown["same context"])
-        return shown.assign(**{"margin in the batch": known}).drop(columns="same context").reset_index(drop=True)
+        shown = shown.assign(**{"margin in the batch": known}).drop(columns="same context").reset_index(drop=True)
+        return named(shown, "around the split")
 
     @property
     def agree_after(self) -> float:
@@ -372,14 +374,14 @@ def _token_table(setup: Setup, part: pd.DataFrame, prompt: int, split: int) -> p
         }
     )
     # Past the split the contexts differ, and the batch's margins are another text's.
-    return frame.assign(**{"same context": frame["index"] <= split})
+    return named(frame.assign(**{"same context": frame["index"] <= split}), "pair")
 
 
 def _candidates(setup: Setup, part: pd.DataFrame, prompt: int, split: int) -> pd.DataFrame:
     row = part[part.position == split].iloc[0]
     alone = setup.solo.margins().set_index(["prompt", "position"]).loc[(prompt, split)]
     tokens = {name: setup.tokenizer.decode([int(alone[name])]) for name in ("best", "second")}
-    return pd.DataFrame(
+    found = pd.DataFrame(
         [
             {
                 "served": served,
@@ -391,3 +393,4 @@ def _candidates(setup: Setup, part: pd.DataFrame, prompt: int, split: int) -> pd
             for name in ("best", "second")
         ]
     )
+    return named(found, "candidates")

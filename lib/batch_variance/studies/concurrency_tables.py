@@ -13,6 +13,7 @@ from . import parity, prediction, spans
 from .concurrency import Parameters, Results, Setup
 from .power import StoppingRule, worth_in_independent_requests
 from .recordings import recorded_source, recorded_table, save_tables, without_columns
+from .sources import named
 
 __all__ = ["TABLES", "Tables", "recorded", "recorded_source", "save", "tables", "unstamped"]
 
@@ -253,7 +254,7 @@ def tables(setup: Setup, results: Results) -> Tables:
     both = predictions(margins, positions, ab, p.tokens)
     independent = both[both.model == "independent"].drop(columns="model")
     batched = both[both.concurrency > 1]
-    return {
+    found = {
         "outputs": outputs(requests, StoppingRule(p.stop_width)),
         "pairs": pairs(requests),
         "ulp": ulp_summary(positions),
@@ -274,6 +275,7 @@ def tables(setup: Setup, results: Results) -> Tables:
         "parity": parity_cases(requests, p),
         "facts": facts(setup, requests, margins, positions, places, independent),
     }
+    return {name: named(frame, name) for name, frame in found.items()}
 
 
 def facts(
@@ -366,7 +368,7 @@ def save(setup: Setup, found: Tables) -> list[Path]:
 
 def recorded(ffn: str) -> Tables | None:
     """The tables recorded on a GPU for one kind of FFN, None when they are not all there."""
-    found = {name: recorded_table(f"{RECORDED}_{ffn}", name) for name in TABLES}
+    found = {name: named(recorded_table(f"{RECORDED}_{ffn}", name), f"recorded-{ffn}-{name}") for name in TABLES}
     return None if any(found[name].empty for name in TABLES if name not in ("failures", "second_span")) else found
 
 

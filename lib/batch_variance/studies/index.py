@@ -15,6 +15,7 @@ from pydantic import field_validator
 
 from ..common import Rate, data_path
 from .parameters import StudyParameters
+from .sources import cite, cite_all, named
 
 
 class Parameters(StudyParameters):
@@ -73,7 +74,7 @@ def rates(found: Recorded) -> pd.DataFrame:
     A row a (subject, dispatch): subject, dispatch, events, trials, low, high (exact 95%), tier, table.
     """
     rows = [*_decode_rates(found), *_threshold_rates(found), *_concurrency_rates(found), *_attribution_rates(found)]
-    return pd.DataFrame(rows, columns=_SUBJECTS)
+    return named(pd.DataFrame(rows, columns=_SUBJECTS), "rates")
 
 
 def _rate(subject: str, dispatch: str, events: int, trials: int, tier: str, table: str) -> dict:
@@ -205,7 +206,7 @@ def costs(found: Recorded) -> pd.DataFrame:
                         tier_of(part.iloc[0]),
                     )
                 )
-    return pd.DataFrame(rows, columns=_COSTS)
+    return named(pd.DataFrame(rows, columns=_COSTS), "costs")
 
 
 # --- Findings ---------------------------------------------------------------------------------------------------------
@@ -226,6 +227,15 @@ def findings(found: Recorded) -> pd.DataFrame:
         for row in costs(found).itertuples()
     ]
     return pd.DataFrame(rows, columns=["finding", "n", "tier", "table"])
+
+
+def findings_count(table: pd.DataFrame) -> pd.DataFrame:
+    """How many findings, from which table: tier, table, findings. table: `findings`."""
+    return named(table.groupby(["tier", "table"], sort=False).size().rename("findings").reset_index(), "findings-count")
+
+
+def findings_sentence(table: pd.DataFrame) -> str:
+    return cite_all(f"{len(table)} findings from {table.table.nunique()} tables.", findings_count(table))
 
 
 def _rate_findings(table: pd.DataFrame):
@@ -354,20 +364,24 @@ def argument(found: Recorded) -> str:
     ]
     by = {dispatch: part for dispatch, part in table.groupby("dispatch")}
     if "default" in by:
+        at = lambda text: cite(text, table, subject=most.subject, dispatch="default")  # noqa: E731
         most = by["default"].assign(share=lambda t: t.events / t.trials).sort_values("share").iloc[-1]
         parts.append(
-            f"Recorded so far, default dispatch changes up to {most.share:.0%} ({most.subject}: {most.events:,} of "
-            f"{most.trials:,})."
+            f"Recorded so far, default dispatch changes up to {at(f'{most.share:.0%}')} ({most.subject}: "
+            f"{at(f'{most.events:,} of {most.trials:,}')})."
         )
     if "invariant" in by:
         own = by["invariant"]
         parts.append(
-            f"With the tree fixed, {int(own.events.sum()):,} of {int(own.trials.sum()):,} rows and "
-            f"requests differ; in the smallest of these "
-            f"{len(own)} groups that still allows {own.high.max():.2%}."
+            f"With the tree fixed, {cite(f'{int(own.events.sum()):,} of {int(own.trials.sum()):,}', table)} rows and "
+            f"requests differ; in the smallest of these {cite(len(own), table, dispatch='invariant')} groups that still "
+            f"allows {cite(f'{own.high.max():.2%}', table, dispatch='invariant', high=own.high.max())}."
         )
     if len(cost):
-        said = "; ".join(f"{row.benchmark} ({row.kernel}) {row.cost:.2f}" for row in cost.itertuples())
+        said = "; ".join(
+            f"{row.benchmark} ({row.kernel}) {cite(f'{row.cost:.2f}', cost, benchmark=row.benchmark, kernel=row.kernel)}"
+            for row in cost.itertuples()
+        )
         parts.append(f"Fixing it costs, as a factor of the default's time: {said}.")
     if len(parts) == 1:
         parts.append("Nothing is recorded in this folder, so nothing more can be said here.")
@@ -380,11 +394,11 @@ def rates_sentence(table: pd.DataFrame) -> str:
         return "No rate is recorded."
     zero = table[(table.dispatch == "invariant") & (table.events == 0)]
     some = table[(table.dispatch == "default") & (table.events > 0)]
+    varied = f"{len(some)} of {int((table.dispatch == 'default').sum())}"
+    none = f"{len(zero)} of {int((table.dispatch == 'invariant').sum())}"
     return (
-        f"{len(some)} of {int((table.dispatch == 'default').sum())} subjects vary under default dispatch; under "
-        f"invariant dispatch "
-        f"{len(zero)} of {int((table.dispatch == 'invariant').sum())} show none, over "
-        f"{int(zero.trials.sum()):,} rows and requests."
+        f"{cite(varied, table)} subjects vary under default dispatch; under invariant dispatch "
+        f"{cite(none, table)} show none, over {cite(f'{int(zero.trials.sum()):,}', table)} rows and requests."
     )
 
 
@@ -393,8 +407,10 @@ def costs_sentence(table: pd.DataFrame) -> str:
     if not len(table):
         return "No cost is recorded."
     worst = table.sort_values("most").iloc[-1]
+    at = lambda text, row: cite(text, table, benchmark=row.benchmark, kernel=row.kernel)  # noqa: E731
+    low, high = table.loc[table.cost.idxmin()], table.loc[table.cost.idxmax()]
     return (
-        f"The least costly invariant policy takes {table.cost.min():.2f} to {table.cost.max():.2f} times the "
-        f"default's time in the "
-        f"geometric mean; the worst single case is {worst.most:.2f} ({worst.benchmark}, {worst.kernel})."
+        f"The least costly invariant policy takes {at(f'{low.cost:.2f}', low)} to {at(f'{high.cost:.2f}', high)} times "
+        f"the default's time in the geometric mean; the worst single case is {at(f'{worst.most:.2f}', worst)} "
+        f"({worst.benchmark}, {worst.kernel})."
     )

@@ -33,6 +33,7 @@ from ..numerics.trees import (
 )
 from ..schedules import BATCH_WIDE, make_plan, own_length_rule
 from .parameters import StudyParameters
+from .sources import cite, named
 
 BLOCK, PROBES = 64, 64  # tokens in a block of the KV cache, and probes that one decode call carries
 LIBRARY, INVARIANT, ALONE = "library", "invariant", "library, row by row"
@@ -115,7 +116,7 @@ def bit_classes(p: Parameters) -> pd.DataFrame:
             f"{INVARIANT}, {word}": lambda rows, w=w: linear(rows, w),
         }
         found.append(classify(candidates, x, p.sizes, seek=True))
-    return pd.concat(found, ignore_index=True)
+    return named(pd.concat(found, ignore_index=True), "classes")
 
 
 def boundaries(frame: pd.DataFrame, candidate: str) -> list[int]:
@@ -155,12 +156,11 @@ def trees(p: Parameters) -> dict[tuple[str, int], Tree]:
 
 def tree_table(found: dict[tuple[str, int], Tree]) -> pd.DataFrame:
     """One row a kernel and row count: kernel, rows, tree (its name), depth, operands of its widest node."""
-    return pd.DataFrame(
-        [
-            {"kernel": k, "rows": M, "tree": t.name, "depth": t.depth, "widest node": max(t.ways)}
-            for (k, M), t in found.items()
-        ]
-    )
+    rows = [
+        {"kernel": k, "rows": M, "tree": t.name, "depth": t.depth, "widest node": max(t.ways)}
+        for (k, M), t in found.items()
+    ]
+    return named(pd.DataFrame(rows), "trees")
 
 
 def tree_edges(found: dict[tuple, Tree], what: str = " rows") -> pd.DataFrame:
@@ -209,10 +209,11 @@ def trees_against_bits(p: Parameters, found: dict[tuple[str, int], Tree]) -> pd.
     return pd.DataFrame(rows)
 
 
-def known_trees_recovered(n: int = 40) -> Rate:
-    """Trees known by construction that the method gives back, of all tried."""
+def known_trees(n: int = 40) -> pd.DataFrame:
+    """Trees of n terms known by construction, and whether the method gives them back: tree, recovered."""
     known = [sequential(n), pairwise(n), lanes(n, 8), segmented(n, 16)]
-    return Rate(sum(reduction_tree(lambda x, t=tree: t.evaluate(x), 8, n) == tree for tree in known), len(known))
+    found = [reduction_tree(lambda x, t=tree: t.evaluate(x), 8, n) == tree for tree in known]
+    return named(pd.DataFrame({"tree": [tree.name for tree in known], "recovered": found}), "known-trees")
 
 
 def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: Parameters) -> dict:
@@ -222,13 +223,15 @@ def tree_verdict(found: dict[tuple[str, int], Tree], against: pd.DataFrame, p: P
     }
     agree = against.trees_equal == (against.values_differ == 0)
     again = matmul_tree(F.linear, p.tree_sizes[0], p.outputs, p.tree_terms, torch.float32, resolve_device(p.device))
-    recovered = known_trees_recovered()
+    known = known_trees()
+    recovered = Rate(int(known.recovered.sum()), len(known))
     return {
         "library": count[LIBRARY],
         "invariant": count[INVARIANT],
         "agree": Rate(int(agree.sum()), len(agree)),
         "stable": again == found[LIBRARY, p.tree_sizes[0]],
         "recovered": recovered,
+        "known": known,
         "told_apart": sequential(40) != pairwise(40) and recovered.events == recovered.trials,
         "both_happened": bool(against.trees_equal.any() and not against.trees_equal.all()),
     }
@@ -288,6 +291,15 @@ def split_verdict(found: dict[tuple[str, str], Tree], p: Parameters) -> dict:
     }
 
 
+def split_table(found: dict[tuple[str, str], Tree], p: Parameters) -> pd.DataFrame:
+    """The watched row under each schedule, alone and in the batch: rule, where, pieces, tree (its name)."""
+    rows = [
+        {"rule": rule, "where": where, "pieces": plan_pieces(p, rule, where), "tree": tree.name}
+        for (rule, where), tree in found.items()
+    ]
+    return named(pd.DataFrame(rows), "split-trees")
+
+
 def plan_pieces(p: Parameters, rule: str, where: str) -> int:
     """Pieces that the plan cuts the watched row into."""
     lengths = p.split_lengths[:1] if where == "alone" else p.split_lengths
@@ -313,7 +325,7 @@ def errors(p: Parameters) -> pd.DataFrame:
             found.append(
                 {"dtype": str(dtype).removeprefix("torch."), "kernel": kernel, "rows": p.error_rows, "error": error}
             )
-    return pd.DataFrame(found)
+    return named(pd.DataFrame(found), "errors")
 
 
 def error_verdict(frame: pd.DataFrame) -> dict:
@@ -396,11 +408,8 @@ def recorded_ratios(name: str, metric: str = "time") -> pd.DataFrame | None:
     if frame is None:
         return None
     mine = frame[(frame.metric == metric) & (frame.policy == INVARIANT)]
-    return (
-        mine[["kernel", "policy", "shape", "m", "value", "baseline", "ratio"]].reset_index(drop=True)
-        if len(mine)
-        else None
-    )
+    columns = ["kernel", "policy", "shape", "m", "value", "baseline", "ratio"]
+    return named(mine[columns].reset_index(drop=True), f"{name} {metric}") if len(mine) else None
 
 
 def recorded_classes(kernel: str = "gemm") -> pd.DataFrame | None:
@@ -418,22 +427,30 @@ def cost_sentence(name: str, frame: pd.DataFrame | None) -> str:
     """What a recorded comparison says, or that there is none yet."""
     if frame is None:
         return f"No GPU has recorded `{name}` yet: `batch-variance bench {name}` does."
-    worst = frame.loc[frame.ratio.idxmax()]
+    best, worst = frame.loc[frame.ratio.idxmin()], frame.loc[frame.ratio.idxmax()]
+    at = lambda text, row: cite(text, frame, kernel=row.kernel, shape=row["shape"], m=row.m)  # noqa: E731
     return (
-        f"{name}: over {len(frame)} shapes and row counts the invariant kernel takes {geometric_mean(frame.ratio):.3f} "
-        f"times the default's time (geometric mean), at best {frame.ratio.min():.2f} and at worst {worst.ratio:.2f} "
-        f"(m = {worst.m}, {worst['shape']})."
+        f"{name}: over {cite(len(frame), frame)} shapes and row counts the invariant kernel takes "
+        f"{cite(format(geometric_mean(frame.ratio), '.3f'), frame)} times the default's time (geometric mean), at best "
+        f"{at(f'{best.ratio:.2f}', best)} and at worst {at(f'{worst.ratio:.2f}', worst)} "
+        f"(m = {at(worst.m, worst)}, {at(worst['shape'], worst)})."
     )
+
+
+def class_counts(frame: pd.DataFrame) -> pd.DataFrame:
+    """How many bit classes each candidate has for each recorded shape: shape, and a column a candidate."""
+    found = frame.groupby(["shape", "candidate"], sort=False).bit_class.nunique().unstack()
+    return named(found.reset_index().rename_axis(columns=None), "recorded-classes")
 
 
 def recorded_class_verdict(frame: pd.DataFrame) -> dict:
     """Counts and controls for the recorded check: shapes in which the invariant dispatch keeps one class."""
     default = LIBRARY if (frame.candidate == LIBRARY).any() else "default"
-    classes = frame.groupby(["shape", "candidate"]).bit_class.nunique().unstack()
+    classes = class_counts(frame).set_index("shape")
     ours = frame[frame.candidate == INVARIANT]
     return {
         "kept": Rate(int((classes[INVARIANT] == 1).sum()), len(classes)),
-        "default_classes": [int(n) for n in classes[default]],
+        "default_classes": classes[default].astype(int).to_dict(),
         "default_varies": bool((classes[default] > 1).any()),
         "ran": bool((ours.failure.isna() | (ours.failure == "")).all()),
         "no_row_moved": not bool(ours.rows_moved.any()),

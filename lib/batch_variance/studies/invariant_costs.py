@@ -10,6 +10,7 @@ import pandas as pd
 
 from ..common import data_path
 from .invariant import geometric_mean, recorded, recorded_ratios
+from .sources import cite, named
 
 COPY_RATE = 4.3  # TB/s, read and written together, of a large device-to-device copy
 MATRIX_RATE = 790.0  # TFLOP/s of a large bfloat16 matmul on random values
@@ -52,14 +53,14 @@ def against_limit(name: str) -> pd.DataFrame | None:
                 "default_of_limit": limit / one.baseline,
             }
         )
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), f"{name} against the limit")
 
 
 def limit_sentence(frame: pd.DataFrame) -> str:
     """Shares of the limit that both reach, by what bounds them. frame: `against_limit`."""
     parts = [
-        f"{bound}, {len(mine)} points: {geometric_mean(mine.of_limit):.0%} "
-        f"(the default {geometric_mean(mine.default_of_limit):.0%})"
+        cite(f"{bound}, {len(mine)} points: {geometric_mean(mine.of_limit):.0%}", frame, bound=bound)
+        + f" (the default {cite(format(geometric_mean(mine.default_of_limit), '.0%'), frame, bound=bound)})"
         for bound, mine in frame.groupby("bound", sort=False)
     ]
     return (
@@ -82,12 +83,14 @@ def goal_sentence(frame: pd.DataFrame) -> str:
     mean, worst = geometric_mean(frame.ratio), frame.loc[frame.ratio.idxmax()]
     above = frame[frame.ratio > WORST_GOAL].sort_values("ratio", ascending=False)
     met = mean <= MEAN_GOAL and above.empty
-    where = ", ".join(f"{one.ratio:.2f} at {one.m} rows of {one.shape}" for one in above.itertuples())
+    at = lambda text, row: cite(text, frame, shape=row.shape, m=row.m)  # noqa: E731
+    where = ", ".join(at(f"{one.ratio:.2f} at {one.m} rows of {one.shape}", one) for one in above.itertuples())
     below = frame[frame.ratio <= 1]
     return (
         f"Goal: a geometric mean of {MEAN_GOAL:.2f} at most and no point above {WORST_GOAL:.2f}. "
-        f"{'Reached' if met else 'Missed'}: {mean:.3f}, worst {worst.ratio:.3f}. "
-        f"{len(below)} of {len(frame)} points are no slower than the library's. "
+        f"{'Reached' if met else 'Missed'}: {cite(f'{mean:.3f}', frame)}, worst "
+        f"{cite(f'{worst.ratio:.3f}', frame, shape=worst['shape'], m=worst.m)}. "
+        f"{cite(f'{len(below)} of {len(frame)}', frame)} points are no slower than the library's. "
         + (f"Above {WORST_GOAL:.2f}: {where}." if len(above) else "No point lies above.")
     )
 
@@ -112,7 +115,7 @@ def decode_by_rule() -> pd.DataFrame | None:
                 "worst at": f"batch {worst.m}, {worst['shape']}",
             }
         )
-    return pd.DataFrame(rows).sort_values("geometric mean", ignore_index=True) if rows else None
+    return named(pd.DataFrame(rows).sort_values("geometric mean", ignore_index=True), "decode") if rows else None
 
 
 def decode_sentence(frame: pd.DataFrame | None) -> str:
@@ -120,12 +123,13 @@ def decode_sentence(frame: pd.DataFrame | None) -> str:
     if frame is None:
         return "No GPU has recorded decode under a free rule yet: `batch-variance bench decode` does."
     best = frame.iloc[0]
+    at = lambda text: cite(text, frame, rule=best.rule)  # noqa: E731
     met = best["geometric mean"] <= DECODE_MEAN and best.worst <= DECODE_WORST
     own = frame.rule.str.startswith("free-most").any()
     return (
         f"Goal: a geometric mean of {DECODE_MEAN:.2f} at most and no point above {DECODE_WORST:.2f}. "
-        f"{'Reached' if met else 'Missed'}: the best rule recorded, {best.rule}, has {best['geometric mean']:.3f}, worst "
-        f"{best.worst:.2f} ({best['worst at']})."
+        f"{'Reached' if met else 'Missed'}: the best rule recorded, {best.rule}, has {at(format(best['geometric mean'], '.3f'))}, worst "
+        f"{at(format(best.worst, '.2f'))} ({at(best['worst at'])})."
         + ("" if own else " Rules whose pieces grow with the row's own length (free-most-N) are not recorded yet.")
     )
 
@@ -154,7 +158,8 @@ def by_segments() -> pd.DataFrame | None:
     fastest = fastest.round(3)
     fastest["geometric mean"] = np.round(means, 4)
     fastest["in use"] = [used.get(shape) == count for shape, count in fastest.index]
-    return fastest.reset_index().sort_values(["shape", "segments"], ignore_index=True).rename_axis(columns=None)
+    fastest = fastest.reset_index().sort_values(["shape", "segments"], ignore_index=True).rename_axis(columns=None)
+    return named(fastest, "segments")
 
 
 def segments_sentence(frame: pd.DataFrame) -> str:
@@ -164,15 +169,16 @@ def segments_sentence(frame: pd.DataFrame) -> str:
     many = [column for column in frame.columns if isinstance(column, (int, np.integer)) and column >= 1024]
     wide = frame.set_index(["shape", "segments"])[many]
     both = [shape for shape in frame["shape"].unique() if {(shape, 1), (shape, 2)} <= set(wide.index)]
+    in_use = cite(f"{int(best['in use'].sum())} of {len(best)}", frame)
     text = (
         f"The number of segments is the class, so a weight has one for every number of rows. The one in use has the "
-        f"least geometric mean of those tried for {int(best['in use'].sum())} of {len(best)} weights."
+        f"least geometric mean of those tried for {in_use} weights."
     )
     if both and many:
         costs = [wide.loc[(s, 2), m] / wide.loc[(s, 1), m] - 1 for s in both for m in many]
         text += (
-            f" From 1,024 rows on a second segment costs {min(costs):.0%} to {max(costs):.0%} ({len(costs)} pairs): "
-            "partial sums of a tile go through memory."
+            f" From 1,024 rows on a second segment costs "
+            f"{cite(f'{min(costs):.0%} to {max(costs):.0%} ({len(costs)} pairs)', frame)}: partial sums of a tile go through memory."
         )
     untried = [shape for shape in best["shape"] if (shape, 1) not in wide.index]
     if untried:
@@ -200,13 +206,13 @@ def tiling() -> pd.DataFrame | None:
     pieces = np.where(found.config.str.startswith("parallel"), tiles * found.segments, tiles)
     waves = pieces / PROCESSORS
     found = found.assign(pieces=pieces, waves=waves, filled=waves / np.ceil(waves), again=found.value / found.time_us)
-    return found[[*keys, "ratio", "pieces", "waves", "filled", "again"]]
+    return named(found[[*keys, "ratio", "pieces", "waves", "filled", "again"]], "tiling")
 
 
 def slowest(frame: pd.DataFrame, count: int = 8) -> pd.DataFrame:
     """The points with the highest ratio, rounded to read. frame: `tiling`."""
     words = {"m": "rows", "ratio": "over the library", "again": "recorded over tuned"}
-    return frame.nlargest(count, "ratio").round(3).rename(columns=words).reset_index(drop=True)
+    return named(frame.nlargest(count, "ratio").round(3).rename(columns=words).reset_index(drop=True), "slowest")
 
 
 def reason_sentence(frame: pd.DataFrame) -> str:
@@ -215,16 +221,16 @@ def reason_sentence(frame: pd.DataFrame) -> str:
     above = frame[frame.ratio > WORST_GOAL]
     apart = (frame.again - 1).abs()
     text = (
-        f"Two timings of one configuration in this run, the tuner's and the recorded one, lie {apart.median():.1%} "
-        f"apart at the median and {apart.max():.0%} at most, so a point's ratio is known no better than that."
+        f"Two timings of one configuration in this run, the tuner's and the recorded one, lie "
+        f"{cite(f'{apart.median():.1%}', frame)} apart at the median and {cite(f'{apart.max():.0%}', frame)} at most, so a point's ratio is known no better than that."
     )
     if above.empty:
         return text
     few = above[above.waves < 2]
     return (
-        f"At {len(few)} of the {len(above)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result "
-        f"into {few.pieces.min()} to {few.pieces.max()} pieces for {PROCESSORS} multiprocessors, {few.waves.min():.2f} to "
-        f"{few.waves.max():.2f} waves: with one or two pieces for a multiprocessor, little overlaps a piece's first "
+        f"At {cite(len(few), frame)} of the {cite(len(above), frame)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result "
+        f"into {cite(f'{few.pieces.min()} to {few.pieces.max()}', frame)} pieces for {PROCESSORS} multiprocessors, "
+        f"{cite(f'{few.waves.min():.2f} to {few.waves.max():.2f}', frame)} waves: with one or two pieces for a multiprocessor, little overlaps a piece's first "
         "loads and its last stores. That is reckoned from the launch; no profile was taken. " + text
         if len(few)
         else text

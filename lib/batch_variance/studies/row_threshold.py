@@ -31,6 +31,7 @@ from ..kernels.tiles import differing_rows
 from ..numerics import row_scaled_ulp, ulp_distance
 from .recordings import recorded_source, recorded_table, save_tables, without_columns  # noqa: F401 (recorded_source: for the notebook)
 from .served_model import Device, ServedModel
+from .sources import named
 from .texts import first_divergence, read_prompts
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65)
@@ -193,7 +194,7 @@ def native_summary(frame: pd.DataFrame) -> pd.DataFrame:
             "high": rate.interval[1], "tokens compared": int(part.tokens.sum()), "margins moved": int(part.margins_changed.sum()),
             "exact ties": int(part.exact_ties.sum()), "re-run same": bool(part.rerun_same.all()),
         })
-    return pd.DataFrame(rows).sort_values(["dtype", "oneDNN"], ascending=[False, False]).reset_index(drop=True)
+    return named(pd.DataFrame(rows).sort_values(["dtype", "oneDNN"], ascending=[False, False]).reset_index(drop=True), "native")
 
 
 # --- Controls ---------------------------------------------------------------------------------------------------------
@@ -391,7 +392,7 @@ def variants(requests: pd.DataFrame) -> pd.DataFrame:
             "differ from alone": rate.events, "low": rate.interval[0], "high": rate.interval[1],
             "co-resident rows": round(float(part.co_resident_rows.mean()), 1),
         })
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), "variants")
 
 
 def pairs(requests: pd.DataFrame) -> pd.DataFrame:
@@ -420,7 +421,7 @@ def crossings(matmuls: pd.DataFrame, threshold: int) -> pd.DataFrame:
             "by decode rows alone": int(over.ffns[alone].sum()), "through prefill": int(over.ffns[~alone].sum()),
             "of these with decode rows": int(over.ffns[~alone & (over.decode_rows > 0)].sum()), "kernels": ", ".join(sorted(set(part.kernel))),
         })
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), "crossings")
 
 
 def total_variants(table: pd.DataFrame, name: str) -> tuple[int, int, int]:

@@ -4,14 +4,22 @@ import pandas as pd
 
 from ..common import Rate
 from .row_threshold import RECORDED_TABLES, Setup, recorded, total_variants
+from .sources import cite, given, named
 
 
 def describe(setup: Setup) -> str:
     """Which model runs on what, in a sentence or two."""
     p, lengths = setup.p, sorted(len(prompt) for prompt in setup.prompts)
     where = "real Triton kernels on this GPU" if setup.tier == "live-gpu" else "GPU arithmetic modelled on this CPU"
-    return (f"Model: `{p.model}`, {setup.weights.label}. {len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, "
-            f"{p.tokens} tokens generated each, threshold {p.threshold} rows. Evidence tier: {setup.tier} ({where}).")
+    many = cite(f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens", prompt_lengths(setup))
+    return (f"Model: `{p.model}`, {setup.weights.label}. {many}, "
+            f"{given(p, 'tokens')} tokens generated each, threshold {given(p, 'threshold')} rows. Evidence tier: {setup.tier} ({where}).")
+
+
+def prompt_lengths(setup: Setup) -> pd.DataFrame:
+    """prompt (its number) and its tokens."""
+    lengths = list(map(len, setup.prompts))
+    return named(pd.DataFrame({"prompt": range(len(lengths)), "tokens": lengths}), "prompts")
 
 
 # --- Plain torch on the CPU ---
@@ -23,11 +31,13 @@ def _condition(conditions: pd.DataFrame, dtype: str, onednn: str) -> pd.Series:
 
 def native_sentence(conditions: pd.DataFrame) -> str:
     single, half, off = (_condition(conditions, *key) for key in (("float32", "on"), ("bfloat16", "on"), ("bfloat16", "off")))
-    share = lambda row: f"{row['margins moved'] / max(row['tokens compared'], 1):.0%}"  # noqa: E731
-    return (f"Served together instead of alone, {half['texts changed']} of {half.texts} bfloat16 texts and "
-            f"{single['texts changed']} of {single.texts} float32 texts changed, while {share(half)} and {share(single)} of the "
-            f"tokens' margins moved by at least a bit. With oneDNN off, {off['texts changed']} of {off.texts} bfloat16 texts changed "
-            f"and {share(off)} of the margins moved. {half['exact ties']} of the bfloat16 tokens were exact ties of two logits.")
+    at = lambda text, row: cite(text, conditions, dtype=row["dtype"], oneDNN=row.oneDNN)  # noqa: E731
+    share = lambda row: at(f"{row['margins moved'] / max(row['tokens compared'], 1):.0%}", row)  # noqa: E731
+    texts = lambda row: at(f"{row['texts changed']} of {row.texts}", row)  # noqa: E731
+    return (f"Served together instead of alone, {texts(half)} bfloat16 texts and "
+            f"{texts(single)} float32 texts changed, while {share(half)} and {share(single)} of the "
+            f"tokens' margins moved by at least a bit. With oneDNN off, {texts(off)} bfloat16 texts changed "
+            f"and {share(off)} of the margins moved. {at(half['exact ties'], half)} of the bfloat16 tokens were exact ties of two logits.")
 
 
 def native_verdict(conditions: pd.DataFrame) -> dict:
@@ -48,8 +58,10 @@ def crossing_sentence(crossed: pd.DataFrame) -> str:
     said = []
     for row in crossed[crossed.policy == "default"].itertuples(index=False):
         over, prefill, alone = row[3], row[5], row[4]
-        how = f"{prefill:,} through prefill and {alone:,} by decode rows alone" if over else "none"
-        said.append(f"at concurrency {row.concurrency}, {over:,} of {row.FFNs:,} FFNs ({over / row.FFNs:.1%}) crossed the threshold: {how}")
+        at = lambda text: cite(text, crossed, policy="default", concurrency=row.concurrency)  # noqa: B023, E731
+        how = f"{at(f'{prefill:,}')} through prefill and {at(f'{alone:,}')} by decode rows alone" if over else "none"
+        many = at(f"{over:,} of {row.FFNs:,} FFNs ({over / row.FFNs:.1%})")
+        said.append(f"at concurrency {at(row.concurrency)}, {many} crossed the threshold: {how}")
     return f"Under the default policy, {'; '.join(said)}."
 
 
@@ -57,8 +69,9 @@ def variants_sentence(variants: pd.DataFrame) -> str:
     said = []
     for name in dict.fromkeys(variants.policy):
         prompts, differ, requests = total_variants(variants, name)
-        said.append(f"{name}: {Rate(differ, requests)} requests differ from the prompt alone, {prompts} times a prompt had more than one output")
-    return f"Above concurrency 1, {'; '.join(said)}. Intervals are exact (Clopper-Pearson, 95%)."
+        at = lambda text: cite(text, variants, policy=name)  # noqa: B023, E731
+        said.append(f"{name}: {at(Rate(differ, requests))} requests differ from the prompt alone, {at(prompts)} times a prompt had more than one output")
+    return f"Above concurrency {cite(1, variants, concurrency=1)}, {'; '.join(said)}. Intervals are exact (Clopper-Pearson, 95%)."
 
 
 def policy_verdicts(variants: pd.DataFrame, pairs: pd.DataFrame, crossed: pd.DataFrame, solo_texts_differ: bool,
@@ -119,7 +132,7 @@ def step_summary(parts: pd.DataFrame) -> pd.DataFrame:
     }).reset_index()
     for name in ("relative difference", "relative error (float64)"):
         found[name] = found[name].map("{:.2e}".format)
-    return found
+    return named(found, "steps")
 
 
 def _difference(parts: pd.DataFrame, step: str) -> float:
@@ -130,10 +143,14 @@ def decomposition_sentence(parts: pd.DataFrame) -> str:
     whole = _difference(parts, "GEMM (all three)")
     share = {name: _difference(parts, f"only {name}") / whole for name in ("activation rounding", "weight rounding", "order of additions")}
     error = {step: float(parts[parts.step == step].relative_error.median()) for step in ("GEMV, run again", "GEMM (all three)")}
-    return (f"The two paths differ by {whole:.1e} of the output's size. Alone, activation rounding makes {share['activation rounding']:.0%} of "
-            f"that, weight rounding {share['weight rounding']:.0%} and the order of additions {share['order of additions']:.2%} (the "
-            f"first two add as independent errors do, in squares). Against float64 the GEMV is off by {error['GEMV, run again']:.0e} and "
-            f"the GEMM by {error['GEMM (all three)']:.0e}.")
+    steps = step_summary(parts)
+    at = lambda text, step: cite(text, steps, step=step)  # noqa: E731
+    make = lambda name, form: at(format(share[name], form), f"only {name}")  # noqa: E731
+    return (f"The two paths differ by {at(f'{whole:.1e}', 'GEMM (all three)')} of the output's size. Alone, activation rounding makes {make('activation rounding', '.0%')} of "
+            f"that, weight rounding {make('weight rounding', '.0%')} and the order of additions {make('order of additions', '.2%')} (the "
+            f"first two add as independent errors do, in squares). Against float64 the GEMV is off by "
+            f"{at(format(error['GEMV, run again'], '.0e'), 'GEMV, run again')} and "
+            f"the GEMM by {at(format(error['GEMM (all three)'], '.0e'), 'GEMM (all three)')}.")
 
 
 def agreement_summary(agreement: pd.DataFrame) -> pd.DataFrame:
@@ -141,7 +158,7 @@ def agreement_summary(agreement: pd.DataFrame) -> pd.DataFrame:
         "values": ("values", "sum"), "other bits": ("other_bits", "median"), "row-scaled ULP, median": ("median_row_scaled_ulp", "median"),
         "row-scaled ULP, largest": ("largest_row_scaled_ulp", "max"), "relative difference": ("relative_difference", "median"),
     }).reset_index()
-    return found.assign(**{"relative difference": found["relative difference"].map("{:.2e}".format)})
+    return named(found.assign(**{"relative difference": found["relative difference"].map("{:.2e}".format)}), "agreement")
 
 
 def _apart(agreement: pd.DataFrame, name: str, column: str = "relative_difference") -> float:
@@ -162,11 +179,15 @@ def agreement_verdict(agreement: pd.DataFrame, parts: pd.DataFrame, prefix: str 
 
 def agreement_sentence(agreement: pd.DataFrame, variants: pd.DataFrame) -> str:
     default, rounded, exact = (_apart(agreement, name) for name in ("default", "round-activations", "round-activations-exact-weights"))
-    texts = "; ".join(f"{name}: {total_variants(variants, name)[1]} of {total_variants(variants, name)[2]} requests changed text"
+    summary = agreement_summary(agreement)
+    apart = lambda value, name: cite(f"{value:.1e}", summary, policy=name)  # noqa: E731
+    texts = "; ".join(f"{name}: {cite('{1} of {2}'.format(*total_variants(variants, name)), variants, policy=name)} requests changed text"
                       for name in ("round-activations", "round-activations-exact-weights") if name in set(variants.policy))
-    return (f"No. It takes the distance between the paths from {default:.1e} to {rounded:.1e}: weight rounding is left, and is about as large. "
-            f"With the tensor scale applied to the sum as well, {exact:.1e} is left, the order of additions alone; the share of values "
-            f"with other bits is then {_apart(agreement, 'round-activations-exact-weights', 'other_bits'):.1%}, not zero."
+    name = "round-activations-exact-weights"
+    bits = cite(f"{_apart(agreement, name, 'other_bits'):.1%}", summary, policy=name)
+    return (f"No. It takes the distance between the paths from {apart(default, 'default')} to {apart(rounded, 'round-activations')}: weight rounding is left, and is about as large. "
+            f"With the tensor scale applied to the sum as well, {apart(exact, 'round-activations-exact-weights')} is left, the order of additions alone; the share of values "
+            f"with other bits is then {bits}, not zero."
             + (f" In text, {texts}." if texts else " The texts under these two policies are in the full report."))
 
 
@@ -175,7 +196,7 @@ def agreement_sentence(agreement: pd.DataFrame, variants: pd.DataFrame) -> str:
 
 def recorded_tables(ffn: str) -> dict[str, pd.DataFrame] | None:
     """The recorded tables of one kind of FFN, None when they are not all there."""
-    found = {name: recorded(name, ffn) for name in RECORDED_TABLES}
+    found = {name: named(recorded(name, ffn), f"recorded-{ffn}-{name}") for name in RECORDED_TABLES}
     return None if any(frame.empty for frame in found.values()) else found
 
 
@@ -205,12 +226,13 @@ def conclusion(setup: Setup, variants: pd.DataFrame, parts: pd.DataFrame, agreem
         forced = [Rate(*total_variants(table, name)[1:]) for name in dict.fromkeys(table.policy) if name.startswith("force-")]
         ended = all(rate.events == 0 for rate in forced)
         lines.append(
-            f"- **{label}** ({tier}): under the default dispatch {default} requests differ from the prompt alone; with one path forced, "
-            f"{sum(r.events for r in forced)} of {sum(r.trials for r in forced)}. Forcing one path {'ends' if ended else 'does not end'} the variance here.")
+            f"- **{label}** ({tier}): under the default dispatch {cite(default, table, policy='default')} requests differ from the prompt "
+            f"alone; with one path forced, {cite(f'{sum(r.events for r in forced)} of {sum(r.trials for r in forced)}', table)}. Forcing one path {'ends' if ended else 'does not end'} the variance here.")
     whole, rounded = _apart(agreement, "default"), _apart(agreement, "round-activations")
+    summary = agreement_summary(agreement)
     lines.append(
         f"- **The issue names activation precision. It is half of it.** Rounding the activations of the GEMV takes the paths' distance from "
-        f"{whole:.1e} to {rounded:.1e}; the rest is the tensor scale multiplied into the weights before they are rounded to bfloat16 "
+        f"{cite(f'{whole:.1e}', summary, policy='default')} to {cite(f'{rounded:.1e}', summary, policy='round-activations')}; the rest is the tensor scale multiplied into the weights before they are rounded to bfloat16 "
         "(an assumption about gllm's unpacking, which the issue does not describe).")
     lines.append(
         "- **Same tree, same bits.** Even with every operand rounded alike, the two kernels add in different orders and a share of values keeps "

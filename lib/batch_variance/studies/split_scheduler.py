@@ -19,6 +19,7 @@ from ..kernels.decode.inputs import Cache
 from ..numerics import row_scaled_ulp, ulp_distance
 from ..schedules import BATCH_WIDE, decode_lengths, flashmla_schedule, make_plan, own_length_rule
 from .parameters import StudyParameters
+from .sources import named
 
 EARLIER_BEST_SINGLE_RULE = (
     1.395  # fixed-chunk-4, batches 1 to 256, an H200 on 2026-11-30, one part a piece and one stream
@@ -141,6 +142,12 @@ def golden_matches(overhead: int = 5) -> Rate:
     return Rate(sum(map(same, golden())), len(golden()))
 
 
+def batch_table(p: Parameters) -> pd.DataFrame:
+    """`batch_lengths` as a table: row, tokens."""
+    lengths = batch_lengths(p)
+    return named(pd.DataFrame({"row": range(len(lengths)), "tokens": lengths}), "lengths")
+
+
 def gantt(p: Parameters, lengths: list[int], rule: str = BATCH_WIDE) -> pd.DataFrame:
     """One row a segment: part, row, begin_block, end_block, and start and stop on the part's clock in blocks (each
     segment begins with the fixed overhead)."""
@@ -165,7 +172,7 @@ def splits_against_batch(p: Parameters) -> pd.DataFrame:
         lengths = [p.longest] + batch_lengths(p, batch, seed=1)[1:]
         for rule in (BATCH_WIDE, p.rule):
             found.append({"batch": batch, "schedule": rule, "splits": int(plan_of(p, lengths, rule).pieces[0])})
-    return pd.DataFrame(found)
+    return named(pd.DataFrame(found), "batch-splits")
 
 
 def splits_against_neighbour(p: Parameters) -> pd.DataFrame:
@@ -183,7 +190,7 @@ def splits_against_neighbour(p: Parameters) -> pd.DataFrame:
                     "splits": int(plan_of(p, changed, rule).pieces[p.watched_row]),
                 }
             )
-    return pd.DataFrame(found)
+    return named(pd.DataFrame(found), "neighbour-splits")
 
 
 def trees(p: Parameters) -> pd.DataFrame:
@@ -197,7 +204,7 @@ def trees(p: Parameters) -> pd.DataFrame:
                 {"schedule": rule, "where": where, "piece": i, "begin_block": a, "end_block": b}
                 for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
             ]
-    return pd.DataFrame(found)
+    return named(pd.DataFrame(found), "pieces")
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -353,10 +360,18 @@ def recorded_rate(kernel: str, invariant: bool) -> tuple[Rate, pd.Series]:
     return Rate(int(sums.solo_differs), int(sums.rows_checked)), sums
 
 
-def recorded_precision() -> dict:
-    """FlashMLA's default schedule: of values that differ, in how many batches the batched row lay nearer to float64."""
+def recorded_errors() -> pd.DataFrame:
+    """FlashMLA's default schedule, a row a batch in which values differ: batch's sizes, and the median error against
+    float64 in the batch and alone."""
     found = _recorded("decode_bits")
     found = found[(found.kernel == "flashmla") & (found.policy == "default")].dropna(subset=["error_batch"])
+    columns = [name for name in found if name in ("shape", "m", "batch", "topk", "lengths", "error_batch", "error_solo")]
+    return named(found[columns].reset_index(drop=True), "recorded-errors")
+
+
+def recorded_precision() -> dict:
+    """FlashMLA's default schedule: of values that differ, in how many batches the batched row lay nearer to float64."""
+    found = recorded_errors()
     return {
         "nearer": Rate(int((found.error_batch < found.error_solo).sum()), len(found)),
         "error_batch": float(found.error_batch.median()),
@@ -370,7 +385,7 @@ def recorded_ulps(kernel: str = "flashmla") -> pd.DataFrame:
     found = _recorded("decode_ulp")
     found = found[(found.kernel == kernel) & (found.policy == "default")]
     table = found.groupby("ulp_up_to", sort=False)["values"].sum().reset_index()
-    return table.assign(share=table["values"] / table["values"].sum())
+    return named(table.assign(share=table["values"] / table["values"].sum()), "recorded-ulps")
 
 
 def costs(kernel: str = "flashmla") -> pd.DataFrame:
@@ -402,7 +417,7 @@ def cost_by_range(kernel: str = "flashmla") -> pd.DataFrame:
                         "configurations": len(part),
                     }
                 )
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), f"cost-by-range-{kernel}")
 
 
 def recommendation(kernel: str = "flashmla") -> pd.DataFrame:
@@ -428,7 +443,7 @@ def recommendation(kernel: str = "flashmla") -> pd.DataFrame:
                     "configurations": best.configurations,
                 }
             )
-    return pd.DataFrame(rows)
+    return named(pd.DataFrame(rows), f"recommendation-{kernel}")
 
 
 def by_length_against_single(low: int = 1, high: int = 256) -> dict:

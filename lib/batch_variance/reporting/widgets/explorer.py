@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ...common import BadInput
+from ...studies.sources import FIGURE, cite_all
 from ..figures import METADATA, bundle
 
 DPI = 100
@@ -79,7 +80,8 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def present(explorer: Explorer, twin: Figure, name: str, alt: str, tier: str, n: int | str) -> str:
-    """Display the live control and its twin as one output; returns the twin's alt text, for the sentence below it.
+    """Display the live control and its twin as one output; returns the twin's alt text, its numbers citing the
+    twin's data, for the sentence below it.
 
     JupyterLab shows the control; a page, or a viewer without a kernel, the twin, which is a figure like any other.
     """
@@ -87,7 +89,7 @@ def present(explorer: Explorer, twin: Figure, name: str, alt: str, tier: str, n:
     data |= {key: value for key, value in explorer.view._repr_mimebundle_().items() if key != "text/plain"}
     metadata[METADATA]["explorer"] = True
     display(data, metadata=metadata, raw=True)
-    return alt
+    return cite_all(alt, f"{FIGURE}{name}")
 
 
 def _png(fig: Figure) -> bytes:

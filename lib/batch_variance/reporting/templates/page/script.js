@@ -1,5 +1,6 @@
 "use strict";
-// Tables sort by a click, or Enter, on a column's head. Without this script they are tables all the same.
+// Tables sort by a click, or Enter, on a column's head, and links open folded ones. Without this script they are tables all
+// the same.
 (() => {
   const number = text => {
     const plain = text.replace(/[,\s]/g, "").replace(/%$/, "");
@@ -21,6 +22,20 @@
       return down ? compare(y, x) : compare(x, y);
     });
   };
+  // A link into a folded table opens it.
+  const unfold = () => {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    for (const fold of target.closest("main, body").querySelectorAll("details"))
+      if (fold === target || fold.contains(target) || target.contains(fold) && fold.classList.contains("data")) fold.open = true;
+    target.scrollIntoView();
+  };
+  addEventListener("hashchange", unfold);
+  document.addEventListener("click", event => {  // the same link again changes no hash
+    const link = event.target.closest("a.source");
+    if (link && link.hash === location.hash) unfold();
+  });
+  if (location.hash) unfold();
   for (const table of document.querySelectorAll("table")) {
     const heads = table.tHead && table.tHead.rows.length === 1 ? [...table.tHead.rows[0].cells] : [];
     const body = table.tBodies[0];
