@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import re
+import shutil
 
 import nbformat
 import pandas as pd
@@ -222,3 +223,34 @@ def test_the_row_under_a_link_holds_the_number(real, name):
             assert holds(row, one), (anchor, title, shown, row)
             looked_at += 1
     assert looked_at >= 8
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("name", PAGES)
+def test_the_keyboard_follows_each_link_to_what_can_be_seen(real, name, width, scheme):
+    """Folded data unfold; the target stands in the window, on a desk and on a phone."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("this test follows links in Chromium, which is not installed: apt-get install chromium")
+    seen = """href => {
+      const box = document.getElementById(decodeURIComponent(href.slice(1))).getBoundingClientRect();
+      return box.height > 0 && box.top < innerHeight && box.bottom > 0 && document.documentElement.scrollWidth <= innerWidth;
+    }"""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": width, "height": 850}, color_scheme=scheme)
+        page.goto((real / f"{name}.html").as_uri())
+        page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        places: dict[str, int] = {}
+        for index, (anchor, _, _) in enumerate(links(page.content())):
+            places.setdefault(anchor, index)
+        for anchor, index in places.items():
+            link = page.locator("a.source").nth(index)
+            link.focus()
+            link.press("Enter")
+            page.wait_for_function("hash => location.hash === hash", arg=f"#{anchor}")
+            page.wait_for_function(seen, arg=f"#{anchor}", timeout=5000)
+        assert len(places) >= 5
+        browser.close()

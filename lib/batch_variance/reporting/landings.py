@@ -84,9 +84,11 @@ class Landings:
         figure, source = output["metadata"][METADATA]["figure"], json.loads(json.dumps(output["data"][DRAWING]))
         own, names = [], names_in(source)
         again = sum(one["metadata"][METADATA]["figure"] == figure for one, _ in self.figures)
-        for argument, frame in frames_of(source).items():
+        frames = frames_of(source)
+        for argument, frame in frames.items():
             anchor = f"figure-{figure}-{argument}".replace(" ", "-") + (f"-{again + 1}" if again else "")
-            landing = _of_csv(anchor, f"data of figure {figure}", frame.to_csv(index=False))
+            words = f"data of figure {figure}" + (f", {argument}" if len(frames) > 1 else "")
+            landing = _of_csv(anchor, words, frame.to_csv(index=False))
             landing.frame = frame
             own.append(landing)
             self._add(f"{FIGURE}{figure}/{argument}", landing)
