@@ -98,3 +98,40 @@ def test_decode_rules_are_ranked_and_held_against_the_goal(folder):
     assert "Missed" in said and "worst 1.50 (batch 1, h64 kv8 d128 1024 full)" in said and "not recorded" in said
     good = found.assign(rule="free-most-8", worst=1.05, **{"geometric mean": 1.01})
     assert "Reached" in plain(costs.decode_sentence(good)) and "not recorded" not in plain(costs.decode_sentence(good))
+
+
+def _write(folder, name, rows):
+    columns = ["kernel", "policy", "shape", "m", "metric", "value", "baseline"]
+    frame = pd.DataFrame(rows, columns=columns).assign(benchmark=name, **WHERE)
+    frame.assign(ratio=frame.value / frame.baseline).to_csv(folder / "recorded" / f"{name}.csv", index=False)
+    invariant.recorded.cache_clear()
+
+
+def test_prefill_is_told_by_its_cost_and_by_the_rows_that_disagree(folder):
+    assert costs.prefill() is None and "No GPU has recorded" in costs.prefill_sentence(None)
+    ours, rows = "invariant-free-4", []
+    for shape, tokens, default, mine, unlike in (("short", 10, 2.0, 8.0, 0), ("long", 90, 5.0, 50.0, 3)):
+        rows += [("prefill", "default", shape, tokens, "time", default, default)]
+        rows += [("prefill", ours, shape, tokens, "time", mine, default), ("prefill", ours, shape, tokens, "rate", 1.0, 4.0)]
+        rows += [("prefill", ours, shape, tokens, "rows unlike decode", unlike, 64)]
+    _write(folder, "prefill", rows)
+    found = costs.prefill()
+    assert found["over the library"].tolist() == [4.0, 10.0] and found.tokens.tolist() == [10, 90]
+    said = plain(costs.prefill_sentence(found))
+    assert "Of 128 prefilled rows 3 have" in said and "4.0 to 10.0 times" in said
+
+
+def test_the_engines_extra_time_is_laid_to_the_kernels_that_take_it(folder):
+    assert costs.engine_kinds() is None
+    rows = []
+    for concurrency, matmul, decode in ((1, 1.0, 1.0), (8, 1.1, 3.0)):
+        for kind, value in (("matmul", matmul), ("decode attention", decode)):
+            rows.append(("engine", "invariant", "a model", concurrency, f"device time, {kind}", value, 1.0))
+            rows.append(("engine", "default", "a model", concurrency, f"device time, {kind}", 1.0, 1.0))
+        rows.append(("engine", "invariant", "a model", concurrency, "device time", matmul + decode, 2.0))
+    _write(folder, "engine", rows)
+    found = costs.engine_kinds()
+    assert len(found) == 4 and found.ratio.max() == 3.0
+    said = plain(costs.engine_sentence(found))
+    assert "At concurrency 8 most of the extra device time is decode attention: 3.000 instead of 1.000 ms" in said
+    assert "2.100 ms more in all" in said

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..common import data_path
-from .invariant import geometric_mean, recorded, recorded_ratios
+from .invariant import INVARIANT, cost_sentence, geometric_mean, recorded, recorded_ratios
 from .sources import cite, named
 
 COPY_RATE = 4.3  # TB/s, read and written together, of a large device-to-device copy
@@ -234,4 +234,70 @@ def reason_sentence(frame: pd.DataFrame) -> str:
         "loads and its last stores. That is reckoned from the launch; no profile was taken. " + text
         if len(few)
         else text
+    )
+
+
+def prefill() -> pd.DataFrame | None:
+    """Recorded prefill attention that agrees with decode: shape, tokens, microseconds and TFLOP/s of the library's and
+    of ours, over the library (a ratio), rows held against decode and how many of them differ; None where not recorded.
+    """
+    frame = recorded("prefill")
+    if frame is None:
+        return None
+    ours = frame[frame.policy != "default"].pivot_table(index=["shape", "m"], columns="metric", values="value", sort=False)
+    base = frame[frame.policy != "default"].pivot_table(
+        index=["shape", "m"], columns="metric", values="baseline", sort=False
+    )
+    found = pd.DataFrame(
+        {
+            "library us": base["time"],
+            "us": ours["time"],
+            "over the library": ours["time"] / base["time"],
+            "library TFLOP/s": base["rate"],
+            "TFLOP/s": ours["rate"],
+            "rows checked": base["rows unlike decode"].astype(int),
+            "rows unlike decode": ours["rows unlike decode"].astype(int),
+        }
+    )
+    return named(found.reset_index().rename(columns={"m": "tokens"}), "prefill")
+
+
+def prefill_sentence(frame: pd.DataFrame | None) -> str:
+    """What agreement with decode costs a prefill. frame: `prefill`."""
+    if frame is None:
+        return cost_sentence("prefill", None)
+    ratios, unlike = frame["over the library"], frame["rows unlike decode"]
+    at = lambda text, row: cite(text, frame, shape=row["shape"])  # noqa: E731
+    best, worst = frame.loc[ratios.idxmin()], frame.loc[ratios.idxmax()]
+    return (
+        f"Of {cite(frame['rows checked'].sum(), frame)} prefilled rows {cite(unlike.sum(), frame)} have other bits than a"
+        f" decode step of their length. That costs {at(format(ratios.min(), '.1f'), best)} to"
+        f" {at(format(ratios.max(), '.1f'), worst)} times the library's causal attention, which owes decode nothing: a tile"
+        " has decode's 16 lanes, and so decode's instruction of 16 rows, where the library's has 64 or more."
+    )
+
+
+def engine_kinds() -> pd.DataFrame | None:
+    """Recorded device time of an engine step by kind of kernel: concurrency, kind, milliseconds of the default's and of
+    ours, ratio; None where not recorded."""
+    frame = recorded("engine")
+    if frame is None:
+        return None
+    mine = frame[(frame.policy == INVARIANT) & frame.metric.str.startswith("device time,")]
+    kinds = mine.metric.str.removeprefix("device time, ")
+    found = mine.assign(kind=kinds).rename(columns={"m": "concurrency", "baseline": "default ms", "value": "ms"})
+    return named(found[["concurrency", "kind", "default ms", "ms", "ratio"]].reset_index(drop=True), "engine-kinds")
+
+
+def engine_sentence(frame: pd.DataFrame) -> str:
+    """Which kernels invariance costs an engine step most, at the highest concurrency. frame: `engine_kinds`."""
+    most = frame[frame.concurrency == frame.concurrency.max()]
+    worst = most.loc[(most.ms - most["default ms"]).idxmax()]
+    at = lambda text: cite(text, frame, concurrency=worst.concurrency, kind=worst.kind)  # noqa: E731
+    extra = (most.ms - most["default ms"]).sum()
+    return (
+        f"At concurrency {at(worst.concurrency)} most of the extra device time is {worst.kind}:"
+        f" {at(f'{worst.ms:.3f}')} instead of {at(format(worst['default ms'], '.3f'))} ms, of"
+        f" {cite(f'{extra:.3f}', frame, concurrency=worst.concurrency)} ms more in all. By the clock a step costs"
+        " more still: the device waits most of it for launches from Python."
     )
