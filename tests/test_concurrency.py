@@ -509,7 +509,9 @@ def test_tables_are_recorded_and_read_back_as_they_were(setup, tables, tmp_path,
     stored = replace(setup, p=setup.p.model_copy(update={"record": str(tmp_path)}))
     assert len(tabled.save(stored, tables)) == len(tabled.TABLES)
     found = tabled.recorded("moe")
-    assert findings.recorded_paragraph(found) == "\n\n".join(say(tables) for say in findings.SENTENCES)
+    said = findings.recorded_paragraph(found)
+    assert plain(said) == plain("\n\n".join(say(tables) for say in findings.SENTENCES))
+    assert 'data-source="recorded-moe-' in said and 'data-source="outputs' not in said, "it cites its own tables"
     ours, theirs = findings.verdicts(tables), findings.verdicts(found)
     assert [(v["id"], v["holds"], v["occurred"]) for v in ours] == [
         (v["id"], v["holds"], v["occurred"]) for v in theirs
