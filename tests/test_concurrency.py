@@ -314,7 +314,7 @@ def test_parameters_are_the_notebook_s_and_its_values_are_good():
     _, given = read_parameters_file(folder / "gpu.yaml")
     mine = {name.removeprefix("03."): value for name, value in given.items() if name.startswith("03.")}
     recorded = study.Parameters.checked(defaults | mine)
-    assert recorded.requests >= 1000 and recorded.twin_concurrencies == recorded.concurrencies[1:]
+    assert recorded.requests >= 1000 and {8, 32, 64} <= set(recorded.twin_concurrencies)
     quick = study.Parameters.checked(defaults | read_settings(folder).get(NOTEBOOK, {}).get("quick", {}))
     assert quick.requests <= full.requests
 
