@@ -75,7 +75,7 @@ def selection(table: pd.DataFrame) -> Figure:
     )
     moves.set(xlabel="largest move of a margin (logits)", xscale="log", title="Bits")
     _percent(texts)
-    fig.legend(loc="outside lower center", ncols=3)
+    fig.legend(loc="outside upper center", ncols=3)
     return fig
 
 
