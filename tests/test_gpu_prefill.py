@@ -31,6 +31,15 @@ def test_each_row_has_the_bits_of_decode_at_its_length(rule, heads, kv_heads):
         assert same_bits([t[row : row + 1] for t in found], decode(one, make_plan(rule, one.lengths(64), 16)))
 
 
+@pytest.mark.parametrize("rule", ["free-4", "free-most-8"])
+def test_a_long_prompts_rows_have_the_bits_of_decode(rule):
+    inputs = prefill_case([2049], [0], **WIDE)
+    found = prefill(inputs, rule)
+    for row in (1022, 1023, 1024, 1025, 2046, 2047, 2048):
+        one = inputs.as_decode().row(row)
+        assert same_bits([t[row : row + 1] for t in found], decode(one, make_plan(rule, one.lengths(64), 16)))
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 128])
 def test_chunks_give_the_whole_prompts_bits(size):
     inputs = prefill_case([300], [20], **WIDE)

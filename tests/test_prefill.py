@@ -13,7 +13,7 @@ from prefill_cases import prefill_case, rows_of, same_bits
 from batch_variance.common import BadInput
 from batch_variance.kernels.decode import attend
 from batch_variance.kernels.decode.reference import exact
-from batch_variance.kernels.prefill import PrefillInputs, prefill, tiles
+from batch_variance.kernels.prefill import DeviceTiles, PrefillInputs, launch, prefill, tiles
 from batch_variance.schedules import make_plan
 
 COUNTS, CACHED = [33, 1, 0, 17, 64], [0, 15, 3, 31, 1]
@@ -102,3 +102,25 @@ def test_what_does_not_fit_is_named(change, said):
 def test_a_rule_that_does_not_fold_in_place_is_refused():
     with pytest.raises(BadInput, match="fixed-count-4"):
         prefill(prefill_case([4], [0]), "fixed-count-4")
+
+
+@pytest.mark.parametrize(
+    "out,said",
+    [
+        (torch.zeros(1, 8, 16, dtype=torch.float16), "shape \\[1, 8, 16\\]"),
+        (torch.zeros(4, 8, 32, dtype=torch.float16), "shape \\[4, 8, 32\\]"),
+        (torch.zeros(4, 8, 16), "dtype torch.float32"),
+    ],
+)
+def test_an_out_of_another_shape_or_dtype_is_refused(out, said):
+    inputs = prefill_case([4], [0])
+    with pytest.raises(BadInput, match=said):
+        prefill(inputs, out=out)
+    with pytest.raises(BadInput, match=said):
+        launch(inputs, DeviceTiles.upload(inputs, "free-1", 16), out)
+
+
+def test_tiles_of_other_inputs_are_refused():
+    inputs, other = prefill_case([4], [3]), prefill_case([4], [4])
+    with pytest.raises(BadInput, match="upload tiles for these inputs"):
+        launch(inputs, DeviceTiles.upload(other, "free-1", 16), torch.empty_like(inputs.q))

@@ -25,12 +25,14 @@ def prefill(
     float32, bit for bit those of `decode.attend` for `PrefillInputs.as_decode` under the same rule.
 
     The Triton kernel for CUDA tensors, the emulation elsewhere. rule: ``never-split``, or one that folds in place
-    (``free-N``, ``free-most-N``); out: where to write, contiguous. Raises BadInput for another rule, for widths that
-    are no powers of two from 16, or more query heads to a key/value head than a tile has lanes.
+    (``free-N``, ``free-most-N``); out: where to write, contiguous. Raises BadInput for another rule, an ``out`` of
+    another shape, dtype or device, for widths that are no powers of two from 16, or more query heads to a key/value
+    head than a tile has lanes.
     """
     checked(rule)
     if out is None:
-        out = torch.empty(*inputs.q.shape[:2], inputs.values.shape[3], dtype=inputs.q.dtype, device=inputs.q.device)
+        out = torch.empty(_out_shape(inputs), dtype=inputs.q.dtype, device=inputs.q.device)
+    _check_out(inputs, out)
     if not len(inputs.q):
         return out, torch.empty(inputs.q.shape[:2], dtype=torch.float32, device=inputs.q.device)
     if inputs.q.device.type == "cuda":
@@ -56,7 +58,7 @@ class DeviceTiles:
     """What a launch needs from the host, on the inputs' device, so that a captured launch needs nothing from it.
 
     work: `tiles`; chunks: blocks a piece of each row, int32 ``[tokens]``, read where chunk is -1; chunk: as the decode
-    kernel's CHUNK.
+    kernel's CHUNK; starts, cached: those of the inputs.
     """
 
     work: torch.Tensor
@@ -64,6 +66,8 @@ class DeviceTiles:
     chunk: int
     block_size: int
     tile: Tile
+    starts: tuple[int, ...]
+    cached: tuple[int, ...]
 
     @classmethod
     def upload(cls, inputs: PrefillInputs, rule: str, block_size: int = 64) -> "DeviceTiles":
@@ -82,15 +86,22 @@ class DeviceTiles:
         if chunk < 0:
             blocks = -(-inputs.lengths() // block_size)
             chunks = torch.from_numpy(np.asarray(named.chunk(blocks), dtype=np.int32)).to(inputs.q.device)
-        return cls(work, chunks, chunk, block_size, tile)
+        return cls(work, chunks, chunk, block_size, tile, inputs.starts, inputs.cached)
 
 
 def launch(
     inputs: PrefillInputs, device_tiles: DeviceTiles, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prefill` with the Triton kernel. Raises BadInput for tensors that are not contiguous."""
+    """`prefill` with the Triton kernel. Raises BadInput for tensors that are not contiguous, and for tiles or an
+    ``out`` made for other inputs."""
     from . import triton as kernels
 
+    _check_out(inputs, out)
+    if device_tiles.starts != inputs.starts or device_tiles.cached != inputs.cached:
+        raise BadInput(
+            f"the tiles are for rows {list(device_tiles.starts)} after {list(device_tiles.cached)} tokens, the inputs"
+            f" have {list(inputs.starts)} after {list(inputs.cached)}: upload tiles for these inputs."
+        )
     if not all(t.is_contiguous() for t in (inputs.q, inputs.keys, inputs.values, inputs.block_table, out)):
         raise BadInput("q, keys, values, block_table and out must be contiguous: call .contiguous() first.")
     tile = device_tiles.tile
@@ -124,6 +135,19 @@ def launch(
         num_stages=tile.stages,
     )
     return out, lse
+
+
+def _out_shape(inputs: PrefillInputs) -> list[int]:
+    return [*inputs.q.shape[:2], inputs.values.shape[3]]
+
+
+def _check_out(inputs: PrefillInputs, out: torch.Tensor) -> None:
+    wanted = _out_shape(inputs)
+    if list(out.shape) != wanted or (out.dtype, out.device) != (inputs.q.dtype, inputs.q.device):
+        raise BadInput(
+            f"out has shape {list(out.shape)} and dtype {out.dtype} on {out.device}: give {wanted} of {inputs.q.dtype}"
+            f" on {inputs.q.device}."
+        )
 
 
 def checked(rule: str) -> Rule:
