@@ -293,6 +293,72 @@ def test_a_row_of_attention_that_sees_nothing_gives_nothing():
     assert torch.allclose(lse[0, 0, [0, 2]].double(), scores[[0, 2]].logsumexp(1), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 13, 63, 64, 65, 129])
+def test_padding_on_the_right_leaves_no_trace_in_attention(length, dtype):
+    q, k, v = (_heads(1, heads, length + 100, 16, dtype=dtype, seed=i) for i, heads in enumerate((4, 2, 2)))
+    with torch.no_grad():
+        alone = use.attention(*(t[:, :, :length] for t in (q, k, v)), causal=True)
+        for pad in (1, 7, 51, 64, 100):
+            tokens = length + pad
+            mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+            mask[:, length:] = False
+            found = use.attention(*(t[:, :, :tokens] for t in (q, k, v)), mask)
+            assert all(torch.equal(bits_of(x[:, :, :length]), bits_of(y)) for x, y in zip(found, alone))
+            bias = torch.zeros(tokens, tokens).masked_fill(~mask, -torch.inf)
+            biased = use.attention(*(t[:, :, :tokens] for t in (q, k, v)), bias)
+            assert all(torch.equal(bits_of(x[:, :, :length]), bits_of(y)) for x, y in zip(biased, alone))
+
+
+def test_attention_over_several_blocks_is_as_accurate_as_torchs():
+    q, k, v = (_heads(2, 3, 200, 32, seed=i) for i in range(3))
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ours, lse = use.attention(q, k, v, causal=True)
+    assert (ours.double() - exact).norm() <= 1.05 * (theirs.double() - exact).norm()
+    hidden = torch.ones(200, 200, dtype=torch.bool).triu(1)
+    scores = (q.double() @ k.double().transpose(2, 3) * 32**-0.5).masked_fill(hidden, -torch.inf)
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("shapes", [((4, 9, 16),) * 3, ((2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 8))])
+def test_attention_that_torch_decomposes_is_covered(shapes):
+    q, k, v = (_heads(*shape, seed=i) for i, shape in enumerate(shapes))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    mask[4] = False
+    with torch.no_grad(), InvariantKernels() as used:
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        part = torch.nn.functional.scaled_dot_product_attention(q[:1], k[:1], v[:1], attn_mask=mask)
+    assert ("aten._safe_softmax.default", "replaced") in used.calls and used.left_alone == []
+    assert torch.equal(bits_of(found[:1]), bits_of(part)) and not found[..., 4, :].any()
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask)
+    assert (found.double() - exact).abs().max() < 2e-6
+
+
+def test_a_product_of_no_rows_does_not_stand_in_the_way_of_a_claim():
+    with InvariantKernels() as used:
+        assert torch.mm(torch.zeros(0, 4), torch.zeros(4, 5)).shape == (0, 5)
+        assert torch.bmm(torch.zeros(0, 3, 4), torch.zeros(0, 4, 5)).shape == (0, 3, 5)
+    assert used.left_alone == [] and used.claim()
+
+
+def test_sums_of_whole_numbers_are_let_through_and_of_floats_named():
+    counts = torch.ones(3, 4, dtype=torch.int64)
+    with InvariantKernels() as used:
+        counts.sum(), counts.cumsum(0), counts.bool().sum(0)
+    assert used.left_alone == []
+    for sums in (
+        lambda: counts.sum(dtype=torch.float32),
+        lambda: counts.double().sum(),
+        lambda: counts.float().cumsum(0),
+        lambda: counts.float().sum(0),
+        lambda: counts.cfloat().sum(),
+    ):
+        with InvariantKernels() as used:
+            sums()
+        assert len(used.left_alone) == 1
+
+
 def test_products_of_batched_matrices_do_not_know_how_many_there_are():
     a, b = _heads(11, 5, 24, seed=1), _heads(11, 24, 7, seed=2)
     with InvariantKernels() as used:
@@ -322,6 +388,35 @@ def test_a_transformers_model_is_covered_whole(attention):
         for rows in (slice(0, 1), slice(2, 5), slice(6, 7)):
             assert torch.equal(bits_of(run(tokens[rows])), bits_of(whole[rows]))
     assert (whole - default).abs().max() < 1e-4 and "replaced" in used.claim()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_real_model_through_transformers_is_covered_whole(real_folder, attention):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.float32, attn_implementation=attention).eval()
+    tokens = torch.randint(1000, 40000, (3, 9), generator=torch.Generator().manual_seed(5))
+    used = InvariantKernels()
+
+    def run(part, **more):
+        with torch.no_grad(), used:
+            return model(part, **more).logits
+
+    whole = run(tokens)
+    assert torch.equal(bits_of(run(tokens[1:2])), bits_of(whole[1:2]))
+    with torch.no_grad():
+        assert (whole - model(tokens).logits).abs().max() < 1e-3
+    if attention == "sdpa":  # ragged, padded on the right by neighbours that reach into a second block of keys
+        longer = torch.cat([tokens, torch.zeros(3, 60, dtype=torch.int64)], 1)
+        seen = torch.ones_like(longer)
+        seen[0, 9:] = 0
+        ragged = run(longer[:2], attention_mask=seen[:2])
+        assert torch.equal(bits_of(ragged[0, :9]), bits_of(whole[0]))
+    assert "replaced" in used.claim()
+    with used:
+        whole.cumsum(0)  # mixes rows, and nothing covers it
+    with pytest.raises(BadInput, match="cumsum"):
+        used.claim()
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common import BadInput
@@ -76,6 +77,8 @@ _MOVES = {
     "equal",
     "eye",
 }
+# Of whole numbers these are exact in any order.
+_SUMS = {"sum", "cumsum"}
 # Of these a CPU computes full vectors by one approximation and the rest of a thread's share by another.
 _APPROXIMATED = {
     "silu",
@@ -142,6 +145,9 @@ def _bmm(a, b):
     return torch.stack([linear(x, y.t().contiguous()) for x, y in zip(a, b)])
 
 
+KEYS = 64  # keys of a block of attention
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -153,31 +159,63 @@ def attention(
     """Scaled dot-product attention whose rows are independent: out [B, H, Lq, Dv] in q's dtype and LSE [B, H, Lq]
     float32, from q [B, H, Lq, D], k [B, G, Lk, D], v [B, G, Lk, Dv], H a multiple of G.
 
-    Two invariant matrix products and a softmax in float32 for each head; bias is added to the scores, or selects them
-    where it is boolean. A row that attends to nothing gives 0. How many keys there are, padding included, is part of
-    the sum's tree: rows agree among batches padded alike.
+    Float32, head by head: blocks of `KEYS` keys fold in turn into a running maximum, sum and product, and each block
+    takes two invariant matrix products of one shape. bias is added to the scores, or selects them where it is boolean.
+    A row that attends to nothing gives 0. Hidden keys add exact zeros, and a block with none to see changes nothing:
+    keys hidden behind a row's last, such as padding on the right, leave no trace. Padding on the left moves the keys
+    among the blocks and with them the bits.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    (batch, heads, rows_q, _), keys = q.shape, k.shape[2]
+    short = -keys % KEYS
+    k, v = (F.pad(t.float(), (0, 0, 0, short)) for t in (k, v))
+    seen = torch.ones(rows_q, keys, dtype=torch.bool, device=q.device)
+    seen = F.pad(seen.tril() if causal else seen, (0, short))
     if bias is not None:
-        bias = bias.expand(*q.shape[:3], k.shape[2])
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
-    outs, lses, group = [], [], q.shape[1] // k.shape[1]
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            scores = linear(q[b, h].float(), k[b, h // group].float()) * scale
-            if bias is not None:
-                mine = bias[b, h]
-                scores = scores.masked_fill(~mine, -torch.inf) if mine.dtype == torch.bool else scores + mine.float()
-            if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)
-            nothing = scores.amax(1, keepdim=True).isneginf()
-            scores = torch.where(nothing, 0.0, scores)
-            weights = rows.softmax(scores).masked_fill(nothing, 0.0)
-            outs.append(linear(weights, v[b, h // group].float().t().contiguous()))
-            lse = scores.amax(1) - rows.log_softmax(scores).amax(1)
-            lses.append(lse.masked_fill(nothing[:, 0], -torch.inf))
-    out = torch.stack(outs).view(*q.shape[:2], q.shape[2], v.shape[3])
-    return out.to(q.dtype), torch.stack(lses).view(q.shape[:3])
+        bias = F.pad(bias.expand(batch, heads, rows_q, keys), (0, short))
+    outs, lses, group = [], [], heads // k.shape[1]
+    for b in range(batch):
+        for h in range(heads):
+            mine, shift = seen, None
+            if bias is not None and bias.dtype == torch.bool:
+                mine = seen & bias[b, h]
+            elif bias is not None:
+                shift = bias[b, h].float()
+            out, lse = _one_head(q[b, h].float(), k[b, h // group], v[b, h // group], mine, shift, scale)
+            outs.append(out)
+            lses.append(lse)
+    out = torch.stack(outs).view(batch, heads, rows_q, v.shape[3])
+    return out.to(q.dtype), torch.stack(lses).view(batch, heads, rows_q)
+
+
+def _one_head(q, k, v, seen, shift, scale):
+    """`attention` of one head, in float32: out [Lq, Dv] and LSE [Lq]. seen, shift: [Lq, Lk], Lk a multiple of KEYS."""
+    top = q.new_full((len(q), 1), -torch.inf)
+    total, acc = torch.zeros_like(top), q.new_zeros(len(q), v.shape[1])
+    for start in range(0, len(k), KEYS):
+        block = slice(start, start + KEYS)
+        scores = linear(q, k[block]) * scale
+        if shift is not None:
+            scores = scores + shift[:, block]
+        scores = scores.masked_fill(~seen[:, block], -torch.inf)
+        here = scores.amax(1, keepdim=True)
+        nothing, new = here.isneginf(), torch.maximum(top, here)
+        base = new.masked_fill(new.isneginf(), 0.0)
+        weights, fade = _approximated(torch.exp, scores - base), _approximated(torch.exp, top - base)
+        sums = total * fade + rows.row_sum(weights).unsqueeze(1)
+        products = acc * fade + linear(weights, v[block].t().contiguous())
+        top, total, acc = new, torch.where(nothing, total, sums), torch.where(nothing, acc, products)
+    empty = total == 0
+    whole = total.masked_fill(empty, 1.0)
+    lse = (top + _approximated(torch.log, whole)).squeeze(1)
+    return (acc / whole).masked_fill(empty, 0.0), lse
+
+
+def _approximated(func, x):
+    """func of x [..., K], value by value. On a CPU by tiles, as vector and scalar forms differ there."""
+    if x.device.type != "cpu":
+        return func(x)
+    return by_tiles(func, x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def _last(x, dim) -> bool:
@@ -187,6 +225,13 @@ def _last(x, dim) -> bool:
 
 def _softmax_like(operation):
     return lambda x, dim, half_to_float=False: operation(x) if _last(x, dim) and not half_to_float else None
+
+
+def _safe_softmax(x, dim, dtype=None):
+    """Softmax that gives 0, not NaN, for a row that is minus infinity throughout."""
+    if not _last(x, dim) or dtype not in (None, x.dtype):
+        return None
+    return rows.softmax(x).masked_fill(x.isneginf().all(-1, keepdim=True), 0.0)
 
 
 def _reduce(operation):
@@ -231,6 +276,13 @@ def _flash_attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=
     return found and (*found, None, None, q.shape[2], k.shape[2], *_no_dropout(q), q.new_empty(0))
 
 
+def _cudnn_attention(
+    q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    found = _attended(q, k, v, dropout_p, attn_bias, is_causal, scale)
+    return found and (*found, None, None, q.shape[2], k.shape[2], *_no_dropout(q), q.new_empty(0))
+
+
 def _no_dropout(q):
     """The seed and offset of a dropout that does not happen, which only a backward pass would read."""
     return q.new_zeros(2, dtype=torch.int64), q.new_zeros((), dtype=torch.int64)
@@ -243,6 +295,8 @@ REPLACEMENTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_on_cpu,
     aten._scaled_dot_product_flash_attention.default: _flash_attention,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+    aten._safe_softmax.default: _safe_softmax,
     aten._softmax.default: _softmax_like(rows.softmax),
     aten._log_softmax.default: _softmax_like(rows.log_softmax),
     aten.mean.dim: _reduce(rows.mean),
@@ -261,8 +315,7 @@ def _replaced(func, args, kwargs):
     if func in REPLACEMENTS:
         return REPLACEMENTS[func](*args, **kwargs)
     if _name(func) in _APPROXIMATED and args[0].device.type == "cpu" and args[0].dim() and args[0].numel():
-        x = args[0]
-        return by_tiles(lambda tile: func(tile, *args[1:], **kwargs), x.reshape(-1, x.shape[-1])).view(x.shape)
+        return _approximated(lambda tile: func(tile, *args[1:], **kwargs), args[0])
     return None
 
 
@@ -270,6 +323,14 @@ def _cannot_mix_rows(func, args) -> bool:
     if func in REPLACEMENTS or (_name(func).rstrip("_") in _APPROXIMATED and args[0].device.type == "cpu"):
         return False
     return torch.Tag.pointwise in func.tags or func.is_view or _name(func) in _MOVES
+
+
+def _harmless(func, found) -> bool:
+    """Whether a result has no rows that could mix, or is a sum of whole numbers."""
+    if not isinstance(found, torch.Tensor):
+        return False
+    whole = not (found.is_floating_point() or found.is_complex())
+    return not found.numel() or (whole and _name(func) in _SUMS)
 
 
 class InvariantKernels(TorchDispatchMode):
@@ -286,8 +347,10 @@ class InvariantKernels(TorchDispatchMode):
         if found is not None:
             self.calls[str(func), "replaced"] += 1
             return found
-        self.calls[str(func), "cannot mix rows" if _cannot_mix_rows(func, args) else "left alone"] += 1
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        apart = _cannot_mix_rows(func, args) or _harmless(func, found)
+        self.calls[str(func), "cannot mix rows" if apart else "left alone"] += 1
+        return found
 
     def report(self) -> pd.DataFrame:
         """One row an operation: operation, treatment (replaced, cannot mix rows, left alone), calls."""
