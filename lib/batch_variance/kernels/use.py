@@ -373,4 +373,7 @@ class InvariantKernels(TorchDispatchMode):
                 "was left alone."
             )
         replaced = sum(calls for (_, how), calls in self.calls.items() if how == "replaced")
-        return f"{replaced} of {self.calls.total()} calls were replaced, and the others cannot mix rows."
+        return (
+            f"{replaced} of {self.calls.total()} calls were replaced, and the others cannot mix rows. That holds among"
+            " batches padded alike."
+        )
