@@ -5,6 +5,7 @@ rows taken and overwritten all at once, controls made rarely.
 import itertools
 import random
 import types
+import weakref
 
 import numpy as np
 import pandas as pd
@@ -364,6 +365,58 @@ def test_a_result_is_put_back_though_no_answer_is_read():
     probe.__exit__()
 
 
+def expanded(x):
+    return x.sum(1, keepdim=True).expand(len(x), 8)
+
+
+def in_inference_mode(x):
+    with torch.inference_mode():
+        return x * 2
+
+
+@pytest.mark.parametrize("kernel", [lambda x: x * 2, lambda x: x, expanded, in_inference_mode])
+def test_a_result_of_any_kind_reaches_the_engine_though_it_is_put_back_unasked(kernel):
+    engine = site(kernel)
+    probe = steady(engine, {"x": 0})
+    for x in (torch.randn(4, 8), torch.randn(4, 1).expand(4, 8)):
+        expected = bits(kernel(x)).clone()
+        result = engine.kernel(x)
+        assert probe._unread and torch.equal(bits(result), expected) and result.stride() == kernel(x).stride()
+        assert result.is_inference() or result._version == 0
+    probe.__exit__()
+    assert probe.refusals == {} and not probe.records().rows_differ.any()
+
+
+def test_what_autograd_has_saved_may_be_the_result():
+    weight = torch.nn.Parameter(torch.ones(8))
+    products = []
+
+    def kernel(x):
+        products.append(x * weight)  # saves x
+        return x
+
+    engine = site(kernel)
+    probe = steady(engine, {"x": 0})
+    products.clear()
+    engine.kernel(torch.full((4, 8), 3.0))
+    products[0].sum().backward()
+    probe.__exit__()
+    assert torch.equal(weight.grad, torch.full((8,), 12.0))
+
+
+def test_a_sample_whose_answers_are_out_holds_none_of_the_engines_tensors():
+    engine = site(lambda x: x * 2)
+    probe = steady(engine, {"x": 0})
+    x = torch.randn(4, 8)
+    gone = weakref.ref(x)
+    result = engine.kernel(x)
+    gone_too = weakref.ref(result)
+    del x, result
+    assert probe._unread and gone() is None and gone_too() is None
+    probe.__exit__()
+    assert (probe.records().rows_checked == 4).all()
+
+
 def test_a_call_that_begins_to_change_its_arguments_is_refused_and_then_followed():
     change = []
 
@@ -406,6 +459,23 @@ def test_a_share_is_kept_and_what_it_costs_is_counted(monkeypatch):
     others = clock[0] - probe.seconds
     assert probe.seconds <= 0.02 * others
     assert 15 < probe.sampled < 25  # and it does use what it may: one call in ten
+
+
+def test_a_first_sample_that_took_long_does_not_keep_a_share_from_being_used(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("batch_variance.hooks.probe.time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    engine = site(lambda x: x * 2)
+    probe = CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), rows=1, max_share=0.02)
+    costs, study = itertools.chain([5.0], itertools.repeat(0.002)), probe._study  # the first sample compiles
+    monkeypatch.setattr(probe, "_study", lambda *given: (clock.__setitem__(0, clock[0] + next(costs)), study(*given)))
+    sampled = []
+    for _ in range(2):
+        with probe:
+            for _ in range(200):
+                clock[0] += 0.010
+                engine.kernel(torch.ones(2, 4))
+        sampled.append(probe.sampled - sum(sampled))
+    assert sampled[0] == 1 and 15 < sampled[1] < 25
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])

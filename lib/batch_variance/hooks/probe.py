@@ -12,7 +12,7 @@ import itertools
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -63,6 +63,10 @@ class _Sample:
     result_layouts: dict[str, Layout | None]
     watched: list[int]
     unchanging: list[int]  # questions whether arguments that are taken to be only read were changed after all
+
+    def without_tensors(self) -> "_Sample":
+        """What its records need once the replays are done."""
+        return replace(self, again=None, snapshot=None, before=None, results={})
 
 
 @dataclass
@@ -259,7 +263,7 @@ class CallSiteProbe:
         if self.max_share is None:
             return True
         spent = self.seconds - self._spent
-        # A sample is taken to cost what the last one did.
+        # A sample is taken to cost what the last one without controls did.
         within = not self.sampled or spent + self._last <= self.max_share * (time.perf_counter() - self._begun - spent)
         self.passed_over += not within
         return within
@@ -295,8 +299,9 @@ class CallSiteProbe:
             return call.run(function)
 
         self._thread.busy = True
+        self.sampled += 1
+        controlled = self._wants_controls()
         try:
-            self.sampled += 1
             self._study(again, number, snapshot, result, after)
         except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
             self._failed(number, error)
@@ -306,7 +311,8 @@ class CallSiteProbe:
             after_random.restore()
             self._thread.busy = False
             self.seconds += time.perf_counter() - started
-            self._last = self.seconds - spent
+            if not controlled:
+                self._last = self.seconds - spent
         return result
 
     def _study(self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState) -> None:
@@ -329,7 +335,8 @@ class CallSiteProbe:
         if not controlled and not self.checks and not self.state:
             # Nothing here needs the answers yet: they are read when the next call is sampled, and wait for nothing.
             sample.questions.send()
-            self._unread.append(lambda: self._finish(sample, number, replayed, sensitive, flips, controlled))
+            asked = sample.without_tensors()  # until then the engine may want to let go of its own
+            self._unread.append(lambda: self._finish(asked, number, replayed, sensitive, flips, controlled))
             return
         # All replays are done: with their answers comes whether they have written over the engine's own tensors.
         after.ask(sample.questions)

@@ -283,23 +283,29 @@ class KeptState:
         self._asked = None
 
     def restore(self, unasked: bool = False) -> None:
-        """unasked: write all bits back without asking which have changed, where autograd keeps no account of them;
-        then nothing is waited for."""
+        """unasked: write all bits back without asking which have changed; then nothing is waited for."""
         if not self._tensors:
             return
-        if unasked and not any(t.requires_grad for t in self._tensors):
+        if unasked:
             self.forget()
             for t, kept in zip(self._tensors, self._kept):
-                t.copy_(kept)
+                _write(t, kept)
             return
         if self._asked is None:
             self.ask(Questions())
         questions, numbers = self._asked
         self.forget()
-        with torch.no_grad():
-            for number, t, kept in zip(numbers, self._tensors, self._kept):
-                if questions.answer(number)[0]:
-                    t.copy_(kept)
+        for number, t, kept in zip(numbers, self._tensors, self._kept):
+            if questions.answer(number)[0]:
+                _write(t, kept)
+
+
+def _write(t: torch.Tensor, kept: torch.Tensor) -> None:
+    """Put bits back into memory behind autograd's back: its account of the tensor (version, inference mode) stays."""
+    t = t.data
+    for dim in [d for d, step in enumerate(t.stride()) if step == 0 and t.shape[d] > 1]:  # expanded: one copy is held
+        t, kept = t.narrow(dim, 0, 1), kept.narrow(dim, 0, 1)
+    t.copy_(kept)
 
 
 def _tensors_of(one: Any) -> list[torch.Tensor]:
