@@ -299,6 +299,7 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
         assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and spent < row.probed_s
         assert spent > 0 or not row.sampled
+        assert row.samples_per_s == pytest.approx(row.sampled / (row.probed_s - spent))
 
 
 # --- Answers read late ---

@@ -1,5 +1,4 @@
-"""What a probe costs the engine that it sits in: the same load served plain, with the probe, and again with the probe
-gone.
+"""What a probe costs the engine that it sits in: the same load served in turn without a probe and with one.
 
 Run as ``python -m batch_variance.hooks.overhead FOLDER`` it prints a table and writes it as CSV.
 The engine runs in float32, on Triton kernels where there is a GPU and on torch's own where there is none.
@@ -42,14 +41,17 @@ def measure(
     rounds: int = 9,
     tokens: int = 32,
 ) -> pd.DataFrame:
-    """Serve one load again and again, alternating plain, probed and plain after the probe; medians and quartiles of
-    seconds.
+    """Serve one load again and again, alternating without the probe and with it; medians and quartiles of seconds.
 
-    A probe stays the same over the rounds, as in a serving engine, and its controls are made in the round that is not
+    The run after a probed one ("off") is also the run before the next ("plain"). With 32 tokens a run takes 33 steps,
+    in which one call in 100 is 10 samples at `attend`; the rounds are added up, and their spread is what says how far
+    the clock can be relied on, so that nine short ones tell more than one long one.
+
+    A probe stays the same over the rounds, as in a serving engine, and its first controls are made in the round that is not
     counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls that a
     limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed over
     plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in the
-    probed run, that run less those seconds), ms_per_sample.
+    probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
@@ -61,15 +63,14 @@ def measure(
         return time.perf_counter() - started, outputs
 
     for _ in range(2):
-        _, expected = seconds()
+        plain, expected = seconds()
     rows = []
     for site in sites:
         for sampling, options in SAMPLING.items():
             times = {"plain": [], "probed": [], "off": []}
-            share, counted = [], None
+            share, engine, counted = [], 0.0, None
             probe = engine_sites(model.kernels, every=every, **options)[site]
             for number in range(rounds + 1):
-                plain, _ = seconds()
                 spent = probe.seconds
                 with probe:
                     probed, outputs = seconds()
@@ -81,8 +82,10 @@ def measure(
                     for name, value in zip(times, (plain, probed, off)):
                         times[name].append(value)
                     share.append(spent / (probed - spent))
+                    engine += probed - spent
                 else:
                     counted = probe.calls, probe.sampled, probe.passed_over, probe.seconds
+                plain = off
             calls, sampled, passed, spent = (
                 now - before
                 for now, before in zip((probe.calls, probe.sampled, probe.passed_over, probe.seconds), counted)
@@ -103,6 +106,7 @@ def measure(
                     **_spread("off_ratio", "off", off_ratio),
                     **_spread("share", "share", share),
                     "ms_per_sample": 1000 * spent / max(sampled, 1),
+                    "samples_per_s": sampled / engine,
                 }
             )
     return pd.DataFrame(rows)
