@@ -47,10 +47,10 @@ def measure(
     in which one call in 100 is 10 samples at `attend`; the rounds are added up, and their spread is what says how far
     the clock can be relied on, so that nine short ones tell more than one long one.
 
-    A probe stays the same over the rounds, as in a serving engine, and its first controls are made in the round that is not
-    counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls that a
-    limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed over
-    plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in the
+    A probe stays the same over the rounds, as in a serving engine, and its first controls are made in the round that is
+    not counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls
+    that a limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed
+    over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in the
     probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
