@@ -50,8 +50,8 @@ def measure(
     A probe stays the same over the rounds, as in a serving engine, and its first controls are made in the round that is
     not counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls
     that a limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed
-    over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in the
-    probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
+    over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in
+    the probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
