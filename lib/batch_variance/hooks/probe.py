@@ -302,7 +302,7 @@ class CallSiteProbe:
         self.sampled += 1
         controlled = self._wants_controls()
         try:
-            self._study(again, number, snapshot, result, after)
+            self._study(again, number, snapshot, result, after, controlled)
         except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
             self._failed(number, error)
         finally:
@@ -315,9 +315,11 @@ class CallSiteProbe:
                 self._last = self.seconds - spent
         return result
 
-    def _study(self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState) -> None:
+    def _study(
+        self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
+    ) -> None:
         try:
-            sample = self._sample(again, snapshot, result, after)
+            sample = self._sample(again, snapshot, result, after, controlled)
         except CannotSlice as error:
             self._refuse(str(error))
             self._record_refused(number, str(error))
@@ -327,7 +329,6 @@ class CallSiteProbe:
             axes = [axes[(self.sampled - 1) % len(axes)]]
         sizes = self._row_sizes(sample) if {"composition", "padding"} & set(axes) else None
         planner = Planner(sample.count, sample.watched, sizes, bool(self.pad), self._draw)
-        controlled = self._wants_controls()
         flips = _flips(sample) if controlled else []
         sensitive = self._everything_overwritten(sample, planner) if controlled else None
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
@@ -390,9 +391,11 @@ class CallSiteProbe:
         n = self.sampled - 1
         return n % self.controls_every == 0 or not self._controlled and self.sampled & n == 0
 
-    def _sample(self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState) -> _Sample:
+    def _sample(
+        self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
+    ) -> _Sample:
         questions, unchanging, changed = Questions(), [], []
-        if self._unchanged >= ONLY_READ and not self.state and not self._wants_controls():
+        if self._unchanged >= ONLY_READ and not self.state and not controlled:
             unchanging = snapshot.ask_changes(questions)
         else:
             changed = snapshot.note_changes()

@@ -1,10 +1,10 @@
 """Putting the invariant kernels under a torch model, and saying what that covers.
 
 `InvariantKernels` watches every operation that torch dispatches inside a ``with`` block. Matrix products, attention,
-softmax, log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose vector and
-scalar forms differ and whose share of each depends on the batch. Operations that work value by value, move values or
-look them up cannot mix rows and are let through; all others are let through too and reported as left alone. `claim`
-refuses to speak for a model in which any was left alone.
+softmax, log-softmax and sums over the last dimension are replaced, and on a CPU approximated functions too, whose
+vector and scalar forms differ and whose share of each depends on the batch. Operations that work value by value, move
+values or look them up cannot mix rows and are let through; all others are let through too and reported as left alone.
+`claim` refuses to speak for a model in which any was left alone.
 """
 
 from collections import Counter
