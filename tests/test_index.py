@@ -224,3 +224,13 @@ def test_the_notebook_types_no_number_in():
     for cell in notebook.cells:
         assert not re.search(r"\d+(\.\d+)? ?%|\d\.\d|\d{3,}", cell.source), cell.source
         assert cell.cell_type == "markdown" or len(cell.source.splitlines()) <= 8
+
+
+def test_the_costs_leave_no_recorded_benchmark_out():
+    """Every benchmark that `batch-variance bench` can record, and this repository has, stands in the table of costs."""
+    from batch_variance.common import data_path
+    from batch_variance.kernels.command import BENCHMARKS
+
+    found = study.costs(study.recorded(study.Parameters.checked({"recorded": ""})))
+    held = {name for name in BENCHMARKS if data_path("recorded", f"{name}.csv").exists()}
+    assert held and set(found.benchmark) == held

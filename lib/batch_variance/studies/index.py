@@ -178,7 +178,7 @@ def costs(found: Recorded) -> pd.DataFrame:
     the default was. Columns: benchmark, kernel, policy, cost (geometric mean of time over the default's), least, most,
     configurations, tier."""
     rows = []
-    for name in ("gemm", "nvfp4", "decode", "engine"):
+    for name in ("gemm", "nvfp4", "decode", "prefill", "engine"):
         table = found.table(name)
         if not len(table):
             continue
@@ -309,6 +309,7 @@ WANTED = {
     "gemm": "what an invariant GEMM costs",
     "nvfp4": "what an NVFP4 matmul without a threshold costs",
     "decode": "what own-length splits cost",
+    "prefill": "what a prefill that agrees with decode costs",
     "engine": "what invariance costs a whole step",
 }
 
