@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ...common import BadInput
-from ...schedules import Plan, own_length_rule
+from ...schedules import Plan
 from .inputs import DecodeInputs
 from .reference import LOG2E, check_fold
 
@@ -48,12 +48,16 @@ class DevicePlan:
 @dataclass(frozen=True)
 class Tile:
     """Launch shape. heads: query heads a program holds at once (16 at least, a power of two); stages: depth of the load
-    pipeline, where a page's address costs every second one. Two tiles may differ in bits: choose by shape, not by
-    batch."""
+    pipeline, where a page's address costs every second one. No tile leaves a trace in the bits: choose as freely as an
+    autotuner likes."""
 
     heads: int
     warps: int
     stages: int
+
+    def parks(self, d_v: int) -> bool:
+        """Whether one accumulator fills so many of a thread's registers that what is folded must wait in memory."""
+        return self.heads * d_v > 64 * 32 * self.warps and d_v % 256 == 0
 
 
 def default_tile(inputs: DecodeInputs) -> Tile:
@@ -108,6 +112,9 @@ def launch(
         return cache.keys, cache.keys if cache.values is None else cache.values, cache.table, cache.lengths
 
     grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
+    parked = None
+    if plan.plan.folds and tile.parks(inputs.d_v):
+        parked = torch.empty(grid[0] * grid[1] * tile.heads * inputs.d_v, dtype=torch.float32, device=inputs.q.device)
     kernels.decode_kernel[grid](
         inputs.q,
         *pointers(first),
@@ -120,6 +127,7 @@ def launch(
         lse,
         workspace.accumulators,
         workspace.states,
+        workspace.accumulators if parked is None else parked,
         inputs.scale * LOG2E,
         first.table.stride(0),
         second.table.stride(0),
@@ -136,12 +144,13 @@ def launch(
         TAIL=tail,
         BLOCK=plan.plan.block_size,
         BLOCK_H=tile.heads,
-        CHUNK=_chunk(plan.plan),
+        FOLDS=plan.plan.folds,
         LATENT=inputs.latent,
         SPARSE=inputs.sparse,
         SECOND=len(inputs.caches) == 2,
         HAS_SINK=sink is not None,
         UPCAST=inputs.q.dtype == torch.float32,
+        PARK=parked is not None,
         STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -158,18 +167,10 @@ def launch(
             D_V=inputs.d_v,
             HAS_SINK=sink is not None,
             FOLD=fold,
-            AHEAD=4,
+            AHEAD=16,
             num_warps=4 if inputs.d_v >= 256 else 1,
         )
     return out, lse
-
-
-def _chunk(plan: Plan) -> int:
-    """The kernel's CHUNK: blocks a piece, 0 for one piece a segment, -1 for each row's own. By the rule alone, so that
-    a row runs in one binary alone and in any batch."""
-    if not plan.folds:
-        return 0
-    return own_length_rule(plan.rule).chunk_blocks or -1
 
 
 def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) -> None:

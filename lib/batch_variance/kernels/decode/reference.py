@@ -95,10 +95,12 @@ def exp2(x) -> torch.Tensor:
 
 
 def _sum_tree(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension (a power of two) by halving: a fixed tree."""
-    while x.shape[-1] > 1:
+    """Sum over the last dimension (a power of two), two terms at a time: halves above 32, then neighbours."""
+    while x.shape[-1] > 32:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
+    while x.shape[-1] > 1:
+        x = x[..., ::2] + x[..., 1::2]
     return x[..., 0]
 
 
@@ -260,7 +262,7 @@ def finish(inputs: DecodeInputs, state) -> tuple[torch.Tensor, torch.Tensor]:
     if inputs.sink is not None:
         total = l + exp2(inputs.sink * LOG2E - _finite(m))
     inverse = torch.where(total == 0, 0.0, 1.0 / total)
-    out = (acc * inverse[..., None]).to(inputs.q.dtype)
+    out = (acc * inverse[..., None] + 0.0).to(inputs.q.dtype)  # + 0: zeros have one sign
     lse = torch.where(l == 0, -torch.inf, (_finite(m) + torch.log2(l.double()).float()) * LN2)
     return out, lse
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 NO_MAX = tl.constexpr(float("-inf"))
+LEAF = tl.constexpr(16)  # columns of either half of a parked accumulator that are in transit at once
 
 
 @triton.jit
@@ -40,7 +41,21 @@ def _finish(m, l, acc, sink_ptr, heads, head_mask, HAS_SINK: tl.constexpr):
         total = l + tl.exp2(tl.load(sink_ptr + heads, mask=head_mask, other=NO_MAX) - base)
     inverse = tl.where(total == 0, 0.0, tl.div_rn(1.0, tl.where(total == 0, 1.0, total)))
     lse = tl.where(l == 0, NO_MAX, (base + tl.log2(tl.where(l == 0, 1.0, l))) * LN2)
-    return acc * inverse[:, None], lse
+    return acc * inverse[:, None] + 0.0, lse  # + 0: a zero's sign would tell what it was summed from
+
+
+@triton.jit
+def _row_sum(p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of [ROWS, COLUMNS] over columns, a power of two, two at a time: halves above 32 columns, then neighbours.
+    The compiler orders a longer sum by how a tile lies in threads; two terms have one order, so this tree is the same
+    in every tile. Its own order is the one that takes tensor cores' layouts the fewest exchanges."""
+    STEPS: tl.constexpr = COLUMNS.bit_length() - 1
+    for step in tl.static_range(STEPS):
+        if COLUMNS >> step > 32:
+            p = tl.sum(tl.reshape(p, (ROWS, 2, COLUMNS >> (step + 1))), 1)
+        else:
+            p = tl.sum(tl.reshape(p, (ROWS, COLUMNS >> (step + 1), 2)), 2)
+    return tl.reshape(p, (ROWS,))
 
 
 @triton.jit
@@ -59,6 +74,7 @@ def _block(
     places,
     kv_head,
     block,
+    own_length,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D_QK: tl.constexpr,
@@ -69,8 +85,9 @@ def _block(
     LATENT: tl.constexpr,
     SPARSE: tl.constexpr,
     UPCAST: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """One block of the online softmax."""
+    """One block of the online softmax. OWN: lane i attends to own_length[i] of the length tokens."""
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     valid = tokens < length
     if SPARSE:
@@ -100,23 +117,103 @@ def _block(
         values = tl.load(values_ptr + offset_v[:, None] + tl.arange(0, D_V)[None, :], mask=valid[:, None], other=0.0)
         if UPCAST:
             values = values.to(tl.float32)
-    scores = tl.where(valid[None, :], scores * scale_log2, NO_MAX)
+    seen = valid[None, :]
+    if OWN:
+        seen = seen & (tokens[None, :] < own_length[:, None])
+    scores = tl.where(seen, scores * scale_log2, NO_MAX)
     m_new = tl.maximum(m, tl.max(scores, 1))
     base = _finite(m_new)
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m - base)
-    l = tl.fma(l, alpha, tl.sum(p, 1))
+    l = tl.fma(l, alpha, _row_sum(p, q.shape[0], BLOCK))
     acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
     return m_new, l, acc
 
 
 @triton.jit
-def _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
-    """Write the partial state of a program's heads to a slot."""
+def _store_state(part_ml_ptr, slot, heads, head_mask, m, l, HEADS: tl.constexpr):
     into = slot.to(tl.int64) * HEADS + heads
     tl.store(part_ml_ptr + into * 2, m, mask=head_mask)
     tl.store(part_ml_ptr + into * 2 + 1, l, mask=head_mask)
-    tl.store(part_acc_ptr + into[:, None] * D_V + tl.arange(0, D_V)[None, :], acc, mask=head_mask[:, None])
+
+
+@triton.jit
+def _store_columns(part_acc_ptr, slot, heads, head_mask, columns, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
+    into = slot.to(tl.int64) * HEADS + heads
+    tl.store(part_acc_ptr + into[:, None] * D_V + columns[None, :], acc, mask=head_mask[:, None])
+
+
+@triton.jit
+def _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
+    """Write the partial state of a program's heads to a slot."""
+    _store_state(part_ml_ptr, slot, heads, head_mask, m, l, HEADS)
+    _store_columns(part_acc_ptr, slot, heads, head_mask, tl.arange(0, D_V), acc, HEADS, D_V)
+
+
+@triton.jit
+def _store_out(out_ptr, lse_ptr, row, heads, head_mask, columns, out, lse, HEADS: tl.constexpr, D_V: tl.constexpr):
+    """Write a row's finished columns and LSE."""
+    into = row.to(tl.int64) * HEADS + heads
+    place = out_ptr + into[:, None] * D_V + columns[None, :]
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None])
+    tl.store(lse_ptr + into, lse, mask=head_mask)
+
+
+@triton.jit
+def _columns(first, D_V: tl.constexpr):
+    """int32 [2 x LEAF]: the columns of an accumulator that the leaf beginning at column ``first`` of its halves
+    holds."""
+    place = tl.arange(0, 2 * LEAF)
+    return place // LEAF * (D_V // 2) + first + place % LEAF
+
+
+@triton.jit
+def _end_wide(
+    acc,
+    first,
+    a,
+    b,
+    skip,
+    begin,
+    fresh,
+    place,
+    parked,
+    part_acc_ptr,
+    heads,
+    head_mask,
+    HEADS: tl.constexpr,
+    D_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Fold a finished piece's accumulator into the parked one, or write it out, a leaf at a time.
+
+    acc: [ROWS, 2 x WIDTH], of either half of D_V the WIDTH columns from ``first``. It is cut by bits of the column that
+    lie in each thread's own registers, so that what waits between registers and memory is small."""
+    if WIDTH > LEAF:
+        low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, 2, WIDTH // 2)), (0, 1, 3, 2)))
+        low = tl.reshape(low, (ROWS, WIDTH))
+        high = tl.reshape(high, (ROWS, WIDTH))
+        HALF: tl.constexpr = WIDTH // 2
+        _end_wide(
+            low, first, a, b, skip, begin, fresh, place, parked, part_acc_ptr, heads, head_mask, HEADS, D_V, ROWS, HALF
+        )
+        first += HALF
+        _end_wide(
+            high, first, a, b, skip, begin, fresh, place, parked, part_acc_ptr, heads, head_mask, HEADS, D_V, ROWS, HALF
+        )
+    else:
+        if begin == 0:
+            # Parked and read back in one layout, so by the same thread: no barrier.
+            mine = tl.arange(0, ROWS)[:, None] * (2 * LEAF) + tl.arange(0, 2 * LEAF)[None, :]
+            into = parked + first * (2 * ROWS) + mine
+            if not fresh:
+                old = tl.load(into)
+                new = tl.fma(old, tl.broadcast_to(a[:, None], old.shape), acc * b[:, None])
+                acc = tl.where(skip[:, None], old, new)
+            tl.store(into, acc)
+        else:
+            _store_columns(part_acc_ptr, place, heads, head_mask, _columns(first, D_V), acc, HEADS, D_V)
 
 
 @triton.jit
@@ -128,29 +225,64 @@ def _end_piece(
     run_l,
     run_acc,
     place,
+    edge,
     block,
     begin,
     end,
     part_acc_ptr,
     part_ml_ptr,
+    parked,
     heads,
     head_mask,
     chunk,
     HEADS: tl.constexpr,
     D_V: tl.constexpr,
+    PARK: tl.constexpr,
 ):
-    """Where a piece of ``chunk`` blocks ends, fold it into the row's start or write it out, and begin the next from
-    the empty state."""
-    if ((block + 1) % chunk == 0) | (block + 1 == end):
-        if begin == 0:
-            run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
+    """Where a piece ends, at ``edge``, fold it into the row's start or write it out, and begin the next, of ``chunk``
+    blocks, from the empty state. PARK: the row's start waits in memory, and run_acc is not used."""
+    if block + 1 == edge:
+        if PARK:
+            new_m = tl.maximum(run_m, m)
+            base = _finite(new_m)
+            a = tl.exp2(run_m - base)
+            b = tl.exp2(m - base)
+            skip = m == NO_MAX
+            _end_wide(
+                acc,
+                0,
+                a,
+                b,
+                skip,
+                begin,
+                block < chunk,
+                place,
+                parked,
+                part_acc_ptr,
+                heads,
+                head_mask,
+                HEADS,
+                D_V,
+                acc.shape[0],
+                D_V // 2,
+            )
+            if begin == 0:
+                run_l = tl.where(skip, run_l, tl.fma(run_l, a, l * b))
+                run_m = new_m
+            else:
+                _store_state(part_ml_ptr, place, heads, head_mask, m, l, HEADS)
+                place += 1
         else:
-            _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V)
-            place += 1
+            if begin == 0:
+                run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
+            else:
+                _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V)
+                place += 1
         m = tl.full(m.shape, NO_MAX, tl.float32)
         l = tl.zeros(l.shape, tl.float32)
         acc = tl.zeros(acc.shape, tl.float32)
-    return m, l, acc, run_m, run_l, run_acc, place
+        edge = tl.minimum(edge + chunk, end)
+    return m, l, acc, run_m, run_l, run_acc, place, edge
 
 
 @triton.jit(
@@ -174,6 +306,7 @@ def decode_kernel(
     lse_ptr,
     part_acc_ptr,
     part_ml_ptr,
+    parked_ptr,
     scale_log2,
     table_stride,
     table2_stride,
@@ -190,24 +323,26 @@ def decode_kernel(
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    CHUNK: tl.constexpr,
+    FOLDS: tl.constexpr,
     LATENT: tl.constexpr,
     SPARSE: tl.constexpr,
     SECOND: tl.constexpr,
     HAS_SINK: tl.constexpr,
     UPCAST: tl.constexpr,
+    PARK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (kv_heads * tiles of a group's heads, programs). CHUNK: blocks a piece, 0 for one piece a segment, -1 for
-    the row's own in chunks_ptr."""
+    """Grid: (kv_heads * tiles of a group's heads, programs). FOLDS: a row is cut into pieces of as many blocks as
+    chunks_ptr has for it; otherwise a segment is one piece. PARK: what is folded of a row waits in parked_ptr, float32
+    [grid, BLOCK_H, D_V], and not in registers, which a wide accumulator fills; D_V a multiple of 256 then."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head = tl.program_id(0) // tiles
     in_group = (tl.program_id(0) % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = in_group < GROUP
     heads = kv_head * GROUP + in_group
     main = tl.arange(0, D_MAIN)
-    wide = tl.arange(0, D_V)
     program = tl.program_id(1)
+    parked = parked_ptr + (program * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (BLOCK_H * D_V)
     first_segment = tl.load(starts_ptr + program)
     last_segment = tl.load(starts_ptr + program + 1)
     for segment in range(first_segment, last_segment):
@@ -215,9 +350,7 @@ def decode_kernel(
         begin = tl.load(segments_ptr + segment * 4 + 1)
         end = tl.load(segments_ptr + segment * 4 + 2)
         slot = tl.load(segments_ptr + segment * 4 + 3)
-        chunk = CHUNK
-        if CHUNK < 0:
-            chunk = tl.load(chunks_ptr + row)
+        chunk = tl.load(chunks_ptr + row)
         length = tl.load(length_ptr + row)
         length2 = 0
         first_blocks = end
@@ -234,11 +367,14 @@ def decode_kernel(
             q_tail = q_tail.to(tl.float32)
         run_m = tl.full([BLOCK_H], NO_MAX, tl.float32)
         run_l = tl.zeros([BLOCK_H], tl.float32)
-        run_acc = tl.zeros([BLOCK_H, D_V], tl.float32)
+        run_acc = 0.0
+        if not PARK:
+            run_acc = tl.zeros([BLOCK_H, D_V], tl.float32)
         m = tl.full([BLOCK_H], NO_MAX, tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)
         acc = tl.zeros([BLOCK_H, D_V], tl.float32)
         place = slot
+        edge = tl.minimum(begin + chunk, end)
         # One loop over all blocks, pieces ending inside it, so that the load pipeline never drains between pieces.
         for block in tl.range(begin, tl.minimum(end, first_blocks), num_stages=STAGES):
             m, l, acc = _block(
@@ -256,6 +392,7 @@ def decode_kernel(
                 places,
                 kv_head,
                 block,
+                length,
                 PAGE,
                 KV_HEADS,
                 D_QK,
@@ -266,9 +403,10 @@ def decode_kernel(
                 LATENT,
                 SPARSE,
                 UPCAST,
+                False,
             )
-            if CHUNK != 0:
-                m, l, acc, run_m, run_l, run_acc, place = _end_piece(
+            if FOLDS:
+                m, l, acc, run_m, run_l, run_acc, place, edge = _end_piece(
                     m,
                     l,
                     acc,
@@ -276,16 +414,19 @@ def decode_kernel(
                     run_l,
                     run_acc,
                     place,
+                    edge,
                     block,
                     begin,
                     end,
                     part_acc_ptr,
                     part_ml_ptr,
+                    parked,
                     heads,
                     head_mask,
                     chunk,
                     HEADS,
                     D_V,
+                    PARK,
                 )
         if SECOND:
             for block in tl.range(tl.maximum(begin, first_blocks), end, num_stages=STAGES):
@@ -304,6 +445,7 @@ def decode_kernel(
                     places2,
                     kv_head,
                     block - first_blocks,
+                    length2,
                     PAGE2,
                     KV_HEADS,
                     D_QK,
@@ -314,9 +456,10 @@ def decode_kernel(
                     LATENT,
                     SPARSE,
                     UPCAST,
+                    False,
                 )
-                if CHUNK != 0:
-                    m, l, acc, run_m, run_l, run_acc, place = _end_piece(
+                if FOLDS:
+                    m, l, acc, run_m, run_l, run_acc, place, edge = _end_piece(
                         m,
                         l,
                         acc,
@@ -324,38 +467,70 @@ def decode_kernel(
                         run_l,
                         run_acc,
                         place,
+                        edge,
                         block,
                         begin,
                         end,
                         part_acc_ptr,
                         part_ml_ptr,
+                        parked,
                         heads,
                         head_mask,
                         chunk,
                         HEADS,
                         D_V,
+                        PARK,
                     )
-        if CHUNK == 0:
-            run_m, run_l, run_acc = m, l, acc
-        if slot < 0:
-            out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
-            into = row.to(tl.int64) * HEADS + heads
-            tl.store(
-                out_ptr + into[:, None] * D_V + wide[None, :], out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None]
-            )
-            tl.store(lse_ptr + into, lse, mask=head_mask)
+        if PARK:
+            if begin == 0:
+                tl.debug_barrier()  # every thread's share is parked before any other reads it
+                for leaf in range(0, D_V // 2, LEAF):
+                    mine = tl.arange(0, BLOCK_H)[:, None] * (2 * LEAF) + tl.arange(0, 2 * LEAF)[None, :]
+                    part = tl.load(parked + leaf * (2 * BLOCK_H) + mine)
+                    part = tl.where((run_m == NO_MAX)[:, None], 0.0, part)  # a row without tokens parked nothing
+                    columns = _columns(leaf, D_V)
+                    if slot < 0:
+                        out, lse = _finish(run_m, run_l, part, sink_ptr, heads, head_mask, HAS_SINK)
+                        _store_out(out_ptr, lse_ptr, row, heads, head_mask, columns, out, lse, HEADS, D_V)
+                    else:
+                        _store_columns(part_acc_ptr, slot, heads, head_mask, columns, part, HEADS, D_V)
+                if slot >= 0:
+                    _store_state(part_ml_ptr, slot, heads, head_mask, run_m, run_l, HEADS)
+                tl.debug_barrier()  # and read before the next row's is parked
         else:
-            if (CHUNK == 0) or (begin == 0):
-                _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V)
+            if not FOLDS:
+                run_m, run_l, run_acc = m, l, acc
+            if slot < 0:
+                out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
+                _store_out(out_ptr, lse_ptr, row, heads, head_mask, tl.arange(0, D_V), out, lse, HEADS, D_V)
+            else:
+                if (not FOLDS) or (begin == 0):
+                    _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V)
 
 
 @triton.jit
 def _load_part(part_acc_ptr, part_ml_ptr, slot, head, there, HEADS: tl.constexpr, D_V: tl.constexpr):
-    """One head's partial as [1], [1], [1, D_V]; the empty state where ``there`` is false."""
-    into = (slot.to(tl.int64) * HEADS + head) + tl.arange(0, 1)
+    """One head's partials in the slots, [N], [N], [N, D_V]; the empty state where ``there`` is false."""
+    into = slot.to(tl.int64) * HEADS + head
     m = tl.load(part_ml_ptr + into * 2, mask=there, other=NO_MAX)
     l = tl.load(part_ml_ptr + into * 2 + 1, mask=there, other=0.0)
     acc = tl.load(part_acc_ptr + into[:, None] * D_V + tl.arange(0, D_V)[None, :], mask=there[:, None], other=0.0)
+    return m, l, acc
+
+
+@triton.jit
+def _fold_in_turn(m, l, acc, ms, ls, accs, N: tl.constexpr, D_V: tl.constexpr):
+    """A state [1], [1], [1, D_V] followed by N states, from left to right. They were read at once, and are told apart by
+    halving what each thread holds of them."""
+    if N == 1:
+        m, l, acc = _merge(m, l, acc, ms, ls, accs)
+    else:
+        HALF: tl.constexpr = N // 2
+        m_left, m_right = tl.split(tl.permute(tl.reshape(ms, (2, HALF)), (1, 0)))
+        l_left, l_right = tl.split(tl.permute(tl.reshape(ls, (2, HALF)), (1, 0)))
+        left, right = tl.split(tl.permute(tl.reshape(accs, (2, HALF, D_V)), (1, 2, 0)))
+        m, l, acc = _fold_in_turn(m, l, acc, m_left, l_left, left, HALF, D_V)
+        m, l, acc = _fold_in_turn(m, l, acc, m_right, l_right, right, HALF, D_V)
     return m, l, acc
 
 
@@ -390,24 +565,24 @@ def combine_kernel(
     if count == 0:
         return
     here = tl.arange(0, 1)
-    m, l, acc = _load_part(part_acc_ptr, part_ml_ptr, first, head, here == 0, HEADS, D_V)
+    m, l, acc = _load_part(part_acc_ptr, part_ml_ptr, first + here, head, here == 0, HEADS, D_V)
     if FOLD == "left":
         for start in range(1, count, AHEAD):
-            for ahead in tl.static_range(AHEAD):
-                there = (start + ahead + here) < count
-                m2, l2, acc2 = _load_part(part_acc_ptr, part_ml_ptr, first + start + ahead, head, there, HEADS, D_V)
-                m, l, acc = _merge(m, l, acc, m2, l2, acc2)
+            slots = first + start + tl.arange(0, AHEAD)
+            parts = _load_part(part_acc_ptr, part_ml_ptr, slots, head, slots < first + count, HEADS, D_V)
+            m, l, acc = _fold_in_turn(m, l, acc, parts[0], parts[1], parts[2], AHEAD, D_V)
     if FOLD == "pairwise":
         stride = 1
         while stride < count:
             for left in range(0, count - stride, 2 * stride):
-                m1, l1, acc1 = _load_part(part_acc_ptr, part_ml_ptr, first + left, head, here == 0, HEADS, D_V)
-                m2, l2, acc2 = _load_part(part_acc_ptr, part_ml_ptr, first + left + stride, head, here == 0, HEADS, D_V)
+                m1, l1, acc1 = _load_part(part_acc_ptr, part_ml_ptr, first + left + here, head, here == 0, HEADS, D_V)
+                right = first + left + stride + here
+                m2, l2, acc2 = _load_part(part_acc_ptr, part_ml_ptr, right, head, here == 0, HEADS, D_V)
                 m1, l1, acc1 = _merge(m1, l1, acc1, m2, l2, acc2)
                 _store_part(part_acc_ptr, part_ml_ptr, first + left, head, m1, l1, acc1, HEADS, D_V)
                 tl.debug_barrier()
             stride *= 2
-        m, l, acc = _load_part(part_acc_ptr, part_ml_ptr, first, head, here == 0, HEADS, D_V)
+        m, l, acc = _load_part(part_acc_ptr, part_ml_ptr, first + here, head, here == 0, HEADS, D_V)
     if FOLD == "compensated":
         for slot in range(1, count):
             m = tl.maximum(m, tl.load(part_ml_ptr + ((first + slot).to(tl.int64) * HEADS + head + here) * 2))
@@ -416,7 +591,7 @@ def combine_kernel(
         acc = tl.zeros([1, D_V], tl.float32)
         lost = tl.zeros([1, D_V], tl.float32)
         for slot in range(0, count):
-            m2, l2, acc2 = _load_part(part_acc_ptr, part_ml_ptr, first + slot, head, here == 0, HEADS, D_V)
+            m2, l2, acc2 = _load_part(part_acc_ptr, part_ml_ptr, first + slot + here, head, here == 0, HEADS, D_V)
             weight = tl.exp2(m2 - _finite(m))
             there = m2 > NO_MAX
             step_l = tl.fma(l2, weight, -lost_l)

@@ -11,7 +11,7 @@ import torch
 
 from ...common import BadInput
 from ...schedules import Rule, make_plan, own_length_rule
-from ..decode import Tile, default_tile, emulate
+from ..decode import Tile, emulate
 from ..decode.reference import LOG2E
 from .inputs import PrefillInputs
 
@@ -42,6 +42,13 @@ def prefill(
     return out.copy_(found), lse
 
 
+def default_tile(inputs: PrefillInputs) -> Tile:
+    """Lanes that fill a tensor core's tile; float32, which has none, takes few."""
+    if inputs.q.dtype == torch.float32:
+        return Tile(heads=16, warps=4, stages=5)
+    return Tile(heads=128, warps=8, stages=3) if inputs.values.shape[3] <= 128 else Tile(heads=64, warps=8, stages=2)
+
+
 def tiles(inputs: PrefillInputs, rows: int) -> np.ndarray:
     """int32 ``[tiles, 4]``: first row, rows, request, length of the first row; the longest first, so that no long tile
     is left for the end."""
@@ -70,10 +77,12 @@ class DeviceTiles:
     cached: tuple[int, ...]
 
     @classmethod
-    def upload(cls, inputs: PrefillInputs, rule: str, block_size: int = 64) -> "DeviceTiles":
+    def upload(
+        cls, inputs: PrefillInputs, rule: str, block_size: int = 64, tile: Tile | None = None
+    ) -> "DeviceTiles":
         """Raises BadInput for a rule or shapes that the kernel does not take."""
         named = checked(rule)
-        tile, group = default_tile(inputs.as_decode()), inputs.heads // inputs.kv_heads
+        tile, group = tile or default_tile(inputs), inputs.heads // inputs.kv_heads
         widths = (("d_qk", inputs.q.shape[2]), ("d_v", inputs.values.shape[3]), ("block_size", block_size))
         for name, width in widths:
             if width < 16 or width & (width - 1):
@@ -127,6 +136,7 @@ def launch(
         D_V=inputs.values.shape[3],
         BLOCK=device_tiles.block_size,
         LANES=tile.heads,
+        ROWS=1 << (tile.heads * inputs.kv_heads // inputs.heads - 1).bit_length(),
         CHUNK=device_tiles.chunk,
         HAS_SINK=inputs.sink is not None,
         UPCAST=inputs.q.dtype == torch.float32,
@@ -158,4 +168,4 @@ def checked(rule: str) -> Rule:
     return named
 
 
-__all__ = ["RULE", "DeviceTiles", "PrefillInputs", "launch", "prefill", "tiles"]
+__all__ = ["RULE", "DeviceTiles", "PrefillInputs", "default_tile", "launch", "prefill", "tiles"]

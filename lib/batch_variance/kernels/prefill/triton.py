@@ -1,10 +1,11 @@
 """Causal prefill attention as a Triton kernel that gives each row the bits of a decode step of that row's length.
 
-A tile holds a few query rows of a request, times the query heads of one key/value head, in as many lanes as a decode
-program has, so that the compiler makes of a block what it makes of it there. A block that all rows of the tile attend
-to in full is computed for all lanes at once. In the last blocks each row is computed under its own mask, as decode masks
-it, and the other lanes' results are dropped: what lies behind a row cannot reach it, NaN included. Pieces end for each
-lane where its own row's do, and fold from left to right by decode's merge.
+A tile holds some query rows of a request, times the query heads of one key/value head; how many, leaves no trace. Blocks
+are computed for all lanes at once, each lane under its own row's mask, which gives a hidden token the weight 0, as if
+it were not there. That holds for finite values only: 0 times NaN is NaN. So a tile looks first at the values that some
+of its rows must not see, and where one is not finite it takes the last blocks row by row, each under its own mask as
+decode takes them, and drops the other lanes' results. Pieces end for each lane where its own row's do, and fold from
+left to right by decode's merge.
 """
 
 import triton
@@ -51,13 +52,14 @@ def prefill_kernel(
     D_V: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SINK: tl.constexpr,
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (kv_heads, tiles). tiles_ptr: first row, rows, request and the first row's length of each tile. CHUNK: as
-    in the decode kernel; chunks_ptr: each row's."""
+    """Grid: (kv_heads, tiles). tiles_ptr: first row, rows, request and the first row's length of each tile; ROWS: a power
+    of two that a tile's rows do not exceed. CHUNK: as in the decode kernel; chunks_ptr: each row's."""
     kv_head = tl.program_id(0)
     tile = tiles_ptr + tl.program_id(1) * 4
     first_row = tl.load(tile)
@@ -83,9 +85,19 @@ def prefill_kernel(
     l = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, D_V], tl.float32)
     table_row = request * table_stride
+    last_length = first_length + count - 1
+    last = (last_length + BLOCK - 1) // BLOCK
+    hidden = first_length + tl.arange(0, ROWS)
+    page = tl.load(table_ptr + table_row + hidden // PAGE, mask=hidden < last_length, other=-1)
+    place = page * PAGE + hidden % PAGE
+    there_too = (hidden < last_length) & (page >= 0) & (place < places)
+    offset = (place.to(tl.int64) * KV_HEADS + kv_head) * D_V
+    values = tl.load(values_ptr + offset[:, None] + tl.arange(0, D_V)[None, :], mask=there_too[:, None], other=0.0)
+    finite = tl.abs(values.to(tl.float32)) < float("inf")
     whole = first_length // BLOCK
-    last = (first_length + count - 1 + BLOCK - 1) // BLOCK
-    for block in tl.range(0, whole, num_stages=STAGES):
+    at_once = tl.where(tl.min(tl.min(finite.to(tl.int32), 1), 0) > 0, last, whole)
+    own_length = first_length + mine
+    for block in tl.range(0, at_once, num_stages=STAGES):
         m, l, acc = _block(
             m,
             l,
@@ -97,10 +109,11 @@ def prefill_kernel(
             values_ptr,
             table_ptr,
             table_row,
-            first_length,
+            last_length,
             places,
             kv_head,
             block,
+            own_length,
             PAGE,
             KV_HEADS,
             D_QK,
@@ -111,10 +124,11 @@ def prefill_kernel(
             False,
             False,
             UPCAST,
+            True,
         )
         if CHUNK != 0:
             m, l, acc, run_m, run_l, run_acc = _end_pieces(m, l, acc, run_m, run_l, run_acc, block, ends, chunk)
-    for block in range(whole, last):
+    for block in range(at_once, last):
         for row in range(0, count):
             length = first_length + row
             if block * BLOCK < length:
@@ -133,6 +147,7 @@ def prefill_kernel(
                     places,
                     kv_head,
                     block,
+                    length,
                     PAGE,
                     KV_HEADS,
                     D_QK,
@@ -143,6 +158,7 @@ def prefill_kernel(
                     False,
                     False,
                     UPCAST,
+                    False,
                 )
                 m = tl.where(mine == row, m2, m)
                 l = tl.where(mine == row, l2, l)
