@@ -1,5 +1,5 @@
-"""``batch-variance bench gemm|nvfp4|decode|prefill|engine``: time the invariant kernels against the default ones and record
-it."""
+"""``batch-variance bench gemm|nvfp4|decode|prefill|engine|profile``: time the invariant kernels against the default ones,
+or read their hardware counters, and record it."""
 
 import importlib
 from pathlib import Path
@@ -15,12 +15,13 @@ BENCHMARKS = {
     "decode": "batch_variance.kernels.decode.bench",
     "prefill": "batch_variance.kernels.prefill.bench",
     "engine": "batch_variance.studies.engine_bench",
+    "profile": "batch_variance.kernels.profile.bench",
 }
 
 
 @click.command()
-@click.argument("benchmark", metavar="gemm|nvfp4|decode|prefill|engine")
-@click.option("--budget-seconds", default=200.0, show_default=True, help="Stop tuning in time to finish within this.")
+@click.argument("benchmark", metavar="gemm|nvfp4|decode|prefill|engine|profile")
+@click.option("--budget-seconds", default=200.0, show_default=True, help="Stop in time to finish within this.")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the tables. [default: data/recorded]"
 )
@@ -29,7 +30,7 @@ def bench(benchmark, budget_seconds, out, rows):
     """Time invariant kernels against the default ones on this GPU.
 
     Writes BENCHMARK.csv into the folder; rows of the same GPU measured before are replaced. Tuned configurations go to
-    the folder ``tuned`` beside it.
+    the folder ``tuned`` beside it. ``profile`` reads hardware counters and needs NVIDIA Nsight Compute (ncu).
     """
     if benchmark not in BENCHMARKS:
         raise BadInput(f"benchmark {benchmark!r} is unknown: give one of {', '.join(BENCHMARKS)}.")

@@ -23,7 +23,7 @@ POOL_PAGES = 16384
 PAGE = 64
 
 
-def _inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
+def random_inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     """64 query and 8 key/value heads of 128 numbers, bfloat16, over shuffled pages of a shared pool."""
     generator = torch.Generator("cuda").manual_seed(seed)
     pages = -(-max(lengths) // PAGE)
@@ -35,7 +35,7 @@ def _inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     return DecodeInputs(q, (cache,), 128)
 
 
-def _lengths(batch: int, longest: int, kind: str, seed: int) -> list[int]:
+def row_lengths(batch: int, longest: int, kind: str, seed: int) -> list[int]:
     if kind == "full":
         return [longest] * batch
     return np.random.default_rng(seed).integers(1, longest + 1, batch).tolist()
@@ -54,7 +54,7 @@ def _time(sets: list[DecodeInputs], rule: str, programs: int) -> float:
     return graph_microseconds(calls)
 
 
-def _fastest(sets: list[DecodeInputs], rule: str) -> tuple[float, int]:
+def fastest(sets: list[DecodeInputs], rule: str) -> tuple[float, int]:
     fill = programs_for(sets[0], torch.cuda.get_device_properties("cuda").multi_processor_count, per_sm=1)
     return min((_time(sets, rule, fill * times), fill * times) for times in (1, 2, 4))
 
@@ -85,16 +85,16 @@ def run(folder: Path, budget_seconds: float) -> None:
         if time.time() - start > budget_seconds:
             print(f"no time left for batch {batch}, {longest} {kind} and what follows", flush=True)
             break
-        tokens = sum(_lengths(batch, longest, kind, 0))
+        tokens = sum(row_lengths(batch, longest, kind, 0))
         size = tokens * 8 * 128 * 2 * 2
-        sets = [_inputs(pool, _lengths(batch, longest, kind, seed), seed) for seed in range(copies(size, 8))]
+        sets = [random_inputs(pool, row_lengths(batch, longest, kind, seed), seed) for seed in range(copies(size, 8))]
         shape = f"h64 kv8 d128 {longest} {kind}"
-        default, _ = _fastest(sets, BATCH_WIDE)
+        default, _ = fastest(sets, BATCH_WIDE)
         bench.add("triton", "default", shape, batch, "time", "us", default, default)
         bench.add("triton", "default", shape, batch, "bandwidth", "TB/s", size / default / 1e6, size / default / 1e6)
         line = []
         for rule in RULES:
-            mine, programs = _fastest(sets, rule)
+            mine, programs = fastest(sets, rule)
             moved += _moved(sets[0], programs, rule)
             ratios.setdefault(rule, []).append(mine / default)
             bench.add("triton", f"invariant-{rule}", shape, batch, "time", "us", mine, default)

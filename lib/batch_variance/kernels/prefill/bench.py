@@ -20,7 +20,7 @@ HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 64
 CHECKED = 64  # rows held against decode
 
 
-def _inputs(prompts: int, tokens: int, seed: int) -> PrefillInputs:
+def random_inputs(prompts: int, tokens: int, seed: int) -> PrefillInputs:
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def make(*shape):
@@ -33,7 +33,7 @@ def _inputs(prompts: int, tokens: int, seed: int) -> PrefillInputs:
     return PrefillInputs(make(prompts * tokens, HEADS, D), starts, (0,) * prompts, keys, values, table.contiguous())
 
 
-def _library(inputs: PrefillInputs, prompts: int):
+def library(inputs: PrefillInputs, prompts: int):
     """The library's causal attention on the same keys, gathered beforehand into the layout that it wants."""
     q = inputs.q.view(prompts, -1, HEADS, D).transpose(1, 2).contiguous()
     k, v = (t[inputs.block_table.long()].flatten(1, 2).transpose(1, 2).contiguous() for t in (inputs.keys, inputs.values))
@@ -58,11 +58,11 @@ def run(folder: Path, budget_seconds: float) -> None:
         if time.time() - start > budget_seconds:
             print(f"no time left for {prompts} x {tokens} and what follows", flush=True)
             break
-        sets = [_inputs(prompts, tokens, seed) for seed in range(3)]
+        sets = [random_inputs(prompts, tokens, seed) for seed in range(3)]
         tiles = [DeviceTiles.upload(inputs, RULE) for inputs in sets]
         outs = [torch.empty_like(inputs.q) for inputs in sets]
         unlike = _rows_unlike_decode(sets[0], launch(sets[0], tiles[0], outs[0]))
-        default = graph_microseconds([_library(inputs, prompts) for inputs in sets])
+        default = graph_microseconds([library(inputs, prompts) for inputs in sets])
         ours = graph_microseconds([lambda i=i, t=t, o=o: launch(i, t, o) for i, t, o in zip(sets, tiles, outs)])
         shape = f"h{HEADS} kv{KV_HEADS} d{D} {prompts} prompts of {tokens}"
         work = 2 * prompts * tokens * tokens * HEADS * D  # both products, half of them masked

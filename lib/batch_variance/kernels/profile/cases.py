@@ -1,0 +1,204 @@
+"""The launches that are profiled: points of the recorded benchmarks, with the same random inputs and default.
+
+A case makes its inputs when asked and returns one call on them, ready to launch. Which number of programs a decode
+launch uses was tuned by its benchmark, and is tuned again here (``tune``).
+"""
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+
+from ...common import BadInput
+from ...schedules import BATCH_WIDE, make_plan
+from ..decode import bench as decode_bench
+from ..decode.inputs import Cache, DecodeInputs
+from ..decode.launch import DevicePlan, Workspace, programs_for
+from ..decode.launch import launch as decode
+from ..gemm import bench as gemm_bench
+from ..gemm.invariant import matmul
+from ..nvfp4 import bench as nvfp4_bench
+from ..nvfp4 import invariant as nvfp4
+from ..nvfp4 import triton as nvfp4_default
+from ..nvfp4.policy import policy
+from ..prefill import RULE, DeviceTiles
+from ..prefill import bench as prefill_bench
+from ..prefill import launch as prefill
+from ..timing import copies
+
+GEMM_ROWS = (256, 1024, 4096)
+BATCHES, LENGTHS = (1, 4, 16), decode_bench.LENGTHS
+LATENT = dict(heads=64, topk=2048, batch=128)
+PREFILLS = ((1, 8192), (8, 1024), (1, 512))
+NVFP4 = ((4096, 4096),)  # (K, N)
+NVFP4_ROWS = (1, 64)
+LATENT_PAGES, PAGE = 4096, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """kernel, policy, shape, m: as in the recorded tables. make: number of programs, or None for no choice, to a call;
+    tune: the fastest number of programs, None where there is no choice."""
+
+    kernel: str
+    policy: str
+    shape: str
+    m: int
+    make: Callable[[int | None], Callable[[], object]]
+    tune: Callable[[], int] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.kernel, self.policy, self.shape, self.m
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.policy}, {self.shape}, {self.m}"
+
+
+def all_cases(recorded: Path) -> list[Case]:
+    """Every case, those whose costs matter most first. recorded: folder of ``decode.csv``, which says which rules to
+    profile. FlashMLA's is there where its extension is found."""
+    grouped, latent = best_rule(recorded, " kv8 "), best_rule(recorded, " d576 topk2048 ")
+    cases = [case for m in GEMM_ROWS for K, N in gemm_bench.SHAPES for case in _gemm(K, N, m)]
+    cases += [*_latent(dict.fromkeys((BATCH_WIDE, "never-split", latent))), *_flashmla()]
+    cases += [case for prompts, tokens in PREFILLS for case in _prefill(prompts, tokens)]
+    kinds = [(batch, longest, kind) for batch in BATCHES for longest in LENGTHS for kind in ("full", "ragged")]
+    cases += [_grouped(*one, rule) for one in kinds for rule in (BATCH_WIDE, grouped)]
+    return cases + [case for m in NVFP4_ROWS for K, N in NVFP4 for case in _nvfp4(K, N, m)]
+
+
+def best_rule(recorded: Path, shapes: str) -> str:
+    """The free rule of least geometric mean of time among recorded shapes whose name holds ``shapes``; free-4 where
+    none is recorded."""
+    path = recorded / "decode.csv"
+    if not path.exists():
+        return "free-4"
+    table = pd.read_csv(path)
+    mine = table[(table.kernel == "triton") & (table.metric == "time") & table["shape"].str.contains(shapes)]
+    mine = mine[mine.policy.str.startswith("invariant-free")]
+    if mine.empty:
+        return "free-4"
+    return mine.groupby("policy").ratio.apply(lambda r: np.log(r).mean()).idxmin().removeprefix("invariant-")
+
+
+def _random(*shape: int, seed: int = 0, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda", dtype=dtype)
+
+
+def _gemm(K: int, N: int, m: int):
+    def case(policy_name, call):
+        def make(_):
+            x, w = _random(m, K), _random(N, K, seed=1)
+            return lambda: call(x, w)
+
+        return Case("gemm", policy_name, f"N{N} K{K}", m, make)
+
+    return case("default", F.linear), case("invariant", matmul)
+
+
+def _nvfp4(K: int, N: int, m: int):
+    arithmetic = policy("default").choose(m)
+
+    def case(policy_name, call):
+        def make(_):
+            w = nvfp4_bench.random_weight(K, N, torch.Generator("cuda").manual_seed(1))
+            x = _random(m, K, dtype=torch.float32)
+            return lambda: call(x, w)
+
+        return Case("nvfp4", policy_name, f"N{N} K{K}", m, make)
+
+    yield case("default", lambda x, w: nvfp4_default.matmul(x, w, arithmetic))
+    yield case("invariant", nvfp4.matmul)
+
+
+def _decode(shape: str, batch: int, rule: str, inputs: Callable[[int], DecodeInputs], token_bytes: int) -> Case:
+    def make(programs):
+        some = inputs(0)
+        plan = make_plan(rule, some.lengths(PAGE), programs or programs_for(some, _processors(), per_sm=1))
+        on_device = DevicePlan.upload(plan, "cuda")
+        work = Workspace.for_slots(plan.num_slots, some.heads, some.d_v, "cuda")
+        return lambda: decode(some, on_device, workspace=work)
+
+    def tune():
+        first = inputs(0)
+        rest = range(1, copies(sum(first.lengths(PAGE)) * token_bytes, 8))
+        return decode_bench.fastest([first, *map(inputs, rest)], rule)[1]
+
+    named = "default" if rule == BATCH_WIDE else f"invariant-{rule}"
+    return Case("triton", named, shape, batch, make, tune)
+
+
+def _grouped(batch: int, longest: int, kind: str, rule: str) -> Case:
+    def inputs(seed):
+        return decode_bench.random_inputs(_pool(), decode_bench.row_lengths(batch, longest, kind, seed), seed)
+
+    return _decode(f"h64 kv8 d128 {longest} {kind}", batch, rule, inputs, 8 * 128 * 2 * 2)
+
+
+def _latent(rules):
+    heads, topk, batch = LATENT["heads"], LATENT["topk"], LATENT["batch"]
+
+    def inputs(seed):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        places = (LATENT_PAGES * PAGE, (batch, topk))
+        indices = torch.randint(0, *places, generator=generator, device="cuda", dtype=torch.int32)
+        lengths = torch.full((batch,), topk, dtype=torch.int32, device="cuda")
+        q = _random(batch, heads, 576, seed=seed)
+        return DecodeInputs(q, (Cache(_latent_pool(), None, lengths, indices=indices),), 512)
+
+    shape = f"h{heads} d576 topk{topk} full"
+    return [_decode(shape, batch, rule, inputs, 576 * 2) for rule in rules]
+
+
+@lru_cache
+def _pool():
+    pages = decode_bench.POOL_PAGES, decode_bench.PAGE, 8, 128
+    return [_random(*pages, seed=seed) for seed in (1, 2)]
+
+
+@lru_cache
+def _latent_pool():
+    return _random(LATENT_PAGES, PAGE, 1, 576, seed=1)
+
+
+def _flashmla() -> list[Case]:
+    # Looked up by name: FlashMLA's adapter lies in a room above the kernels.
+    flashmla = importlib.import_module("batch_variance.hooks.flashmla")
+    try:
+        op = flashmla.load()
+    except BadInput:
+        return []
+    heads, topk, batch = LATENT["heads"], LATENT["topk"], LATENT["batch"]
+
+    def make(_):
+        some = flashmla.random_flashmla_inputs(batch, heads, 576, topk, pages=LATENT_PAGES)
+        *_, metadata, splits = flashmla.decode(op, some)
+        return lambda: flashmla.decode(op, some, metadata, splits)
+
+    return [Case("flashmla", "default", f"h{heads} d576 topk{topk} full", batch, make)]
+
+
+def _prefill(prompts: int, tokens: int):
+    bench = prefill_bench
+    shape = f"h{bench.HEADS} kv{bench.KV_HEADS} d{bench.D} {prompts} prompts of {tokens}"
+
+    def default(_):
+        return bench.library(bench.random_inputs(prompts, tokens, 0), prompts)
+
+    def ours(_):
+        some = bench.random_inputs(prompts, tokens, 0)
+        tiles, out = DeviceTiles.upload(some, RULE), torch.empty_like(some.q)
+        return lambda: prefill(some, tiles, out)
+
+    yield Case("prefill", "default", shape, prompts * tokens, default)
+    yield Case("prefill", f"invariant-{RULE}", shape, prompts * tokens, ours)
+
+
+def _processors() -> int:
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
