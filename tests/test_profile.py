@@ -1,18 +1,27 @@
 """The profile: what the tool is asked and prints, what is recorded of it, and what is read out of it, by hand-made
 tables with known answers."""
 
+import json
 import re
 import subprocess
+import time
+from types import SimpleNamespace
 
+import nbformat
 import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from batch_variance.common import BadInput
+from batch_variance.common import BadInput, data_path
+from batch_variance.common.data import repository
 from batch_variance.kernels import command
 from batch_variance.kernels.profile import bench, counters, tool
 from batch_variance.kernels.profile.cases import Case, all_cases, best_rule
 from batch_variance.kernels.recorded import COLUMNS, Benchmark
+from batch_variance.reporting.plots import invariant as plots
+from batch_variance.studies import invariant, invariant_costs
+from batch_variance.studies import profile as study
+from batch_variance.studies.sources import plain
 
 DRAM, TENSOR = "dram__throughput.avg.pct_of_peak_sustained_elapsed", "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -226,3 +235,304 @@ def test_the_rule_profiled_is_the_best_recorded(tmp_path):
         [dict(kernel="triton", metric="time", shape="h64 kv8 d128", policy=f"invariant-{rule}", ratio=r) for rule, r in rows]
     ).to_csv(tmp_path / "decode.csv", index=False)
     assert best_rule(tmp_path, " kv8 ") == "free-8" and best_rule(tmp_path, " topk2048 ") == "free-4"
+
+
+# ---------------------------------------------------------------- the reading
+
+ROLE = {role: names[0] for role, names in counters.ROLES.items()} | counters.LAUNCH
+QUIET = {
+    ROLE["DRAM"]: 30, ROLE["L2"]: 20, ROLE["L1 and shared memory"]: 25, ROLE["tensor pipe"]: 62, ROLE["issue slots"]: 12,
+    ROLE["blocks"]: 132, ROLE["registers"]: 168, ROLE["shared bytes, dynamic"]: 65536, ROLE["shared bytes, static"]: 1024,
+    "launch__occupancy_limit_registers": 3, "launch__occupancy_limit_shared_mem": 1, "launch__occupancy_limit_warps": 8,
+    ROLE["cycles active"]: 930, ROLE["cycles elapsed"]: 1000, ROLE["warps active"]: 12.5,
+    ROLE["instructions"]: 1000, ROLE["local loads"]: 0, ROLE["local stores"]: 0,
+    ROLE["bank conflicts"]: 5, ROLE["shared wavefronts"]: 100,
+    STALL.format("gmma"): 3, STALL.format("barrier"): 1, STALL.format("selected"): 1, STALL.format("not_selected"): 5,
+}  # fmt: skip
+
+
+def test_a_reading_worked_out_by_hand():
+    one = study.reading(QUIET, 132)
+    assert (one["nearest"], one["nearest_share"]) == ("tensor pipe", 0.62) and one["DRAM"] == 0.30
+    assert (one["resident"], one["limiter"], one["waves"], one["used"], one["lost"]) == (1, "shared memory", 1.0, 132, 0)
+    assert one["busy"] == 0.93 and one["warps"] == 8 and one["spills"] == 0 and one["conflicts"] == 0.05
+    assert one["shared_kb"] == 65 and one["registers"] == 168
+    # Two reasons are no stalls, yet they are of the warps' time: 3 of 10.
+    assert (one["stall"], one["stall_share"]) == ("gmma", 0.3) and one["bound"] == "latency"
+    assert study.sentence(one, 132) == (
+        "Latency, no unit near its peak: tensor pipe 62%, DRAM 30%, L1 and shared memory 25%, L2 20%, issue slots 12%; "
+        "132 blocks on 132 of 132 multiprocessors, one wave; a multiprocessor busy 93% of the time; 8.0 of 64 warps "
+        "active (1 block fits, by shared memory); warps wait 30% of their time for warp-group products (gmma)"
+    )
+
+
+@pytest.mark.parametrize(
+    "changed,bound,said",
+    [
+        ({ROLE["DRAM"]: 75}, "DRAM", "DRAM bandwidth: DRAM 75%, tensor pipe 62%"),
+        ({ROLE["DRAM"]: 74.9}, "latency", "Latency"),
+        ({ROLE["L2"]: 80, ROLE["tensor pipe"]: 79}, "L2", "L2 bandwidth: L2 80%"),
+        ({ROLE["tensor pipe"]: 91}, "tensor pipe", "The tensor pipe: tensor pipe 91%"),
+        ({ROLE["issue slots"]: 88}, "issue slots", "The issue of instructions"),
+        ({ROLE["local loads"]: 15, ROLE["local stores"]: 5}, "spills", "2.0% of instructions for spilled registers"),
+        ({ROLE["local loads"]: 19}, "latency", "1.9% of instructions for spilled registers"),
+        ({ROLE["blocks"]: 98}, "few blocks", "98 blocks on 98 of 132 multiprocessors, one wave"),
+        ({ROLE["blocks"]: 99}, "latency", "99 blocks on 99 of 132"),
+        ({ROLE["blocks"]: 198}, "last wave", "198 blocks in 1.50 waves, the last 50% full"),
+        ({ROLE["blocks"]: 264}, "latency", "264 blocks in 2.00 waves, the last 100% full"),
+        ({ROLE["blocks"]: 1330}, "latency", "1330 blocks in 10.08 waves, the last 8% full"),
+        ({ROLE["cycles active"]: 700}, "idle multiprocessors", "a multiprocessor busy 70% of the time"),
+        # A unit at its peak comes before anything that keeps units from it; spills before the shape of the launch.
+        ({ROLE["DRAM"]: 90, ROLE["blocks"]: 10}, "DRAM", "DRAM bandwidth"),
+        ({ROLE["local loads"]: 30, ROLE["blocks"]: 10}, "spills", "Spilled registers"),
+        ({ROLE["bank conflicts"]: 40}, "latency", "bank conflicts in 40% of shared memory's wavefronts"),
+    ],
+)
+def test_the_bound_follows_the_rules(changed, bound, said):
+    one = study.reading(QUIET | changed, 132)
+    assert one["bound"] == bound and said in study.sentence(one, 132)
+
+
+def test_a_tie_of_limiters_names_both():
+    one = study.reading(QUIET | {"launch__occupancy_limit_registers": 1}, 132)
+    assert one["limiter"] == "registers and shared memory"
+
+
+@pytest.mark.parametrize("gone", sorted(QUIET))
+def test_any_counter_may_be_missing(gone):
+    less = {name: value for name, value in QUIET.items() if name != gone}
+    assert "nan" not in study.sentence(study.reading(less, 132), 132)
+
+
+def test_without_counters_nothing_is_claimed():
+    one = study.reading({}, 132)
+    assert one["bound"] == "unknown" and study.sentence(one, 132).startswith("Not known, for want of counters")
+
+
+def test_every_bound_and_unit_has_words():
+    assert set(study.LIMITS) < set(study.WORDS) and set(study.DRAWN) <= set(study.LIMITS) <= set(counters.ROLES)
+
+
+# ---------------------------------------------------------------- points and goals
+
+WHERE = dict(gpu="G", driver="1", torch="t", triton="r", commit="c", date="d")
+
+
+def points_table(name: str, rows) -> pd.DataFrame:
+    """Recorded rows (kernel, policy, shape, m, metric, value, baseline)."""
+    keys = ("kernel", "policy", "shape", "m", "metric", "value", "baseline")
+    frame = pd.DataFrame([{"benchmark": name, **dict(zip(keys, row)), "unit": "us", **WHERE} for row in rows])
+    return frame.assign(ratio=frame.value / frame.baseline)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "recorded").mkdir()
+    for module in (invariant, invariant_costs):
+        monkeypatch.setattr(module, "data_path", lambda *parts: tmp_path.joinpath(*parts))
+    invariant.recorded.cache_clear()
+    yield tmp_path / "recorded"
+    invariant.recorded.cache_clear()
+
+
+def write_points(folder):
+    gemm = [("gemm", "invariant", "N1 K1", 4, "time", 20.0, 15.0), ("gemm", "invariant", "N1 K1", 8, "time", 11.4, 10.0)]
+    points_table("gemm", gemm).to_csv(folder / "gemm.csv", index=False)
+    latent = study.LATENT[0]
+    decode = [
+        ("triton", "invariant-free-2", "h64 kv8 d128 1024 full", 1, "time", 12.0, 10.0),
+        ("triton", "invariant-free-2", "h64 kv8 d128 1024 full", 4, "time", 10.0, 10.0),
+        ("triton", "invariant-free-4", "h64 kv8 d128 1024 full", 1, "time", 30.0, 10.0),
+        ("triton", "invariant-free-4", latent, 128, "time", 300.0, 200.0),
+        ("triton", "invariant-free-8", latent, 128, "time", 310.0, 200.0),
+        ("triton", "invariant-never-split", latent, 128, "time", 100.0, 200.0),
+        ("flashmla", "default", latent, 128, "time", 100.0, 100.0),
+    ]
+    points_table("decode", decode).to_csv(folder / "decode.csv", index=False)
+    prefill = [("prefill", "invariant-free-4", "p", 512, "time", 30.0, 10.0)]
+    points_table("prefill", prefill).to_csv(folder / "prefill.csv", index=False)
+    nvfp4 = [("nvfp4", "invariant", "N1 K1", m, "time", ratio, 1.0) for m, ratio in ((32, 1.02), (33, 1.02), (64, 1.06))]
+    points_table("nvfp4", nvfp4).to_csv(folder / "nvfp4.csv", index=False)
+    engine = [
+        ("engine", "invariant", "e", 8, "step", 4.0, 3.0),
+        ("engine", "invariant", "e", 8, "device time", 1.0, 0.9),
+        ("engine", "invariant", "e", 8, "device time, matmul", 0.5, 0.42),
+        ("engine", "invariant", "e", 8, "device time, other", 0.5, 0.48),
+        ("engine", "invariant", "e", 32, "step", 4.0, 3.0),
+        ("engine", "invariant", "e", 32, "device time", 3.9, 2.9),
+        ("engine", "invariant", "e", 32, "device time, matmul", 1.9, 1.8),
+        ("engine", "invariant", "e", 32, "device time, other", 2.0, 1.1),
+    ]
+    points_table("engine", engine).to_csv(folder / "engine.csv", index=False)
+
+
+def test_the_points_that_miss_their_goal(folder):
+    write_points(folder)
+    points = study.goals()
+    missed = study.misses(points, None)
+    assert len(points) == 2 + 2 + 1 + 1 + 3 + 2
+    found = list(missed[["operation", "m", "us", "ratio", "goal"]].itertuples(index=False, name=None))
+    assert found == [
+        ("GEMM", 4, 20.0, 1.333, 1.15),
+        ("decode", 1, 12.0, 1.2, 1.08),
+        ("latent decode", 128, 300.0, 3.0, 1.25),  # the fastest free rule over FlashMLA's time
+        ("prefill", 512, 30.0, 3.0, 1.0),
+        ("NVFP4", 64, 1.1, 1.06, 1.05),
+        ("NVFP4", 32, 1.0, 1.02, 1.0),
+        ("engine step", 8, 4000.0, 1.333, 1.03),
+        ("engine step", 32, 4000.0, 1.333, 1.03),
+    ]
+    assert missed.bound.tolist()[:4] == ["not profiled"] * 4 and missed["default us"][2] == 100.0
+    engine = missed[missed.operation == "engine step"].set_index("m")
+    assert engine.bound[8] == "launches from the host" and engine.bound[32] == "other"
+    assert "for 25% of a step (30% under the default)" in engine["what bounds it"][8]
+    assert "of 1.000 ms more 0.100 are the device's, most of them in matmul" in engine["what bounds it"][8]
+    said = plain(study.misses_sentence(points, missed))
+    assert "8 of 11 recorded points" in said and "not profiled 6" in said and "bench profile" in said
+
+
+def test_nothing_recorded_and_nothing_missed_are_said(folder):
+    assert study.goals() is None and study.readings() is None and study.misses(None, None) is None
+    assert "No GPU" in study.misses_sentence(None, None) and "No GPU" in study.absent_sentence()
+    gemm = [("gemm", "invariant", "N1 K1", 4, "time", 10.0, 10.0)]
+    points_table("gemm", gemm).to_csv(folder / "gemm.csv", index=False)
+    invariant.recorded.cache_clear()
+    points = study.goals()
+    missed = study.misses(points, None)
+    assert missed.empty and study.misses_sentence(points, missed) == "All 1 recorded points that have a goal reach it."
+    assert study.shares(points, None) is None
+
+
+# ---------------------------------------------------------------- a made-up profile, through to the notebook
+
+
+def made_up(folder, cases: list[Case], short: float = 5.0) -> None:
+    """profile.csv of the cases, each of two launches: QUIET's counters, tensor pipe 80% under the default, in 10 us (20 for
+    others), and a short one."""
+    rows = []
+    for number, one in enumerate(cases):
+        default = one.policy == "default"
+        values = QUIET | ({ROLE["tensor pipe"]: 80} if default else {})
+        for launch, (name, time) in enumerate((("short", short), ("long", 10.0 if default else 20.0))):
+            where = dict(case=number, launch=launch, name=name)
+            rows.append({**where, "metric": "time", "unit": "us", "value": time})
+            rows += [{**where, "metric": metric, "unit": "", "value": value} for metric, value in values.items()]
+    found = Benchmark("profile")
+    bench.record(found, cases, pd.DataFrame(rows), 132)
+    bench.save(folder, found)
+    invariant.recorded.cache_clear()
+
+
+def test_readings_take_the_longest_launch_and_its_share(folder):
+    made_up(folder, [case("default"), case("invariant")])
+    found = study.readings().set_index("policy")
+    assert found.launch.tolist() == ["long", "long"] and found.us.tolist() == [10, 20]
+    assert found.of_call["invariant"] == 0.8 and found.bound.tolist() == ["tensor pipe", "latency"]
+    assert found.says["default"].startswith("The tensor pipe: tensor pipe 80%, DRAM 30%")
+    assert not set(study.SHOWN) - set(study.readings().columns)
+
+
+def test_missed_points_meet_their_profile(folder):
+    write_points(folder)
+    latent = [("triton", "invariant-free-4"), ("flashmla", "default"), ("triton", "default")]
+    made_up(folder, [case("default"), case("invariant")] + [Case(k, p, *study.LATENT, None) for k, p in latent])
+    points, read = study.goals(), study.readings()
+    missed = study.misses(points, read).set_index(["operation", "m"])
+    assert missed.bound["GEMM", 4] == missed.bound["latent decode", 128] == "latency"
+    assert missed["what bounds it"]["GEMM", 4].endswith("; long takes 80% of the call")
+    assert missed.bound["prefill", 512] == "not profiled"  # there is no profile of that very point
+    beside = study.shares(points, read)
+    assert beside.point.unique().tolist() == [f"latent decode, {study.LATENT[0]}, 128", "GEMM, N1 K1, 4"]
+    tensor = beside[beside.unit == "tensor pipe"]
+    assert tensor.default.tolist() == [0.8, 0.8] and tensor.invariant.tolist() == [0.62, 0.62]
+    assert len(study.shares(points, read, most=1)) == len(study.DRAWN)
+    said = plain(study.shares_sentence(beside))
+    assert "over the 2 points drawn: DRAM 30% (default 30%)" in said and "tensor pipe 62% (default 80%)" in said
+    assert "busiest unit of an invariant kernel is tensor pipe, at 62%" in said
+
+
+def test_the_figure_draws_what_it_is_given(folder):
+    write_points(folder)
+    made_up(folder, [case("default"), case("invariant")])
+    fig = plots.peak_shares(study.shares(study.goals(), study.readings()))
+    assert [ax.get_title("left") for ax in fig.axes] == list(study.DRAWN)
+    widths = {ax.get_title("left"): [round(bar.get_width(), 6) for bar in ax.patches] for ax in fig.axes}
+    assert widths["tensor pipe"] == [80, 62] and widths["DRAM"] == [30, 30]
+
+
+def section(monkeypatch) -> tuple[list, list, list]:
+    """Run the notebook's cells of this section: the tables, figures and sentences that they show."""
+    tables, figures, said = [], [], []
+    names = dict(profile=study, study=invariant, plots=plots, Markdown=str, display=said.append)
+    names |= dict(table=lambda frame, *rest, **more: tables.append((frame, rest)))
+    names |= dict(show=lambda fig, name, *rest: figures.append((fig, name, rest)))
+    notebook = nbformat.read(repository() / "notebooks" / "05_invariant.ipynb", as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.id.startswith("bounds") and cell.cell_type == "code"]
+    assert len(cells) == 3
+    for source in cells:
+        exec(source, names)
+    return tables, figures, said
+
+
+def test_the_section_without_a_profile_says_so(folder, monkeypatch):
+    write_points(folder)
+    tables, figures, said = section(monkeypatch)
+    assert len(tables) == 1 and not figures and study.absent_sentence() in said
+    (folder / "engine.csv").unlink()
+    for path in folder.glob("*.csv"):
+        path.unlink()
+    invariant.recorded.cache_clear()
+    tables, figures, said = section(monkeypatch)
+    assert not tables and not figures and len(said) == 2
+
+
+def test_the_section_with_a_profile_shows_it(folder, monkeypatch):
+    write_points(folder)
+    made_up(folder, [case("default"), case("invariant")])
+    tables, figures, said = section(monkeypatch)
+    assert [name for _, name, _ in figures] == ["invariant-bounds"] and len(tables) == 2 and len(said) == 3
+    assert study.absent_sentence() not in said and "Recorded: " in said[1]
+
+
+def test_a_recorded_profile_is_not_passed_over(monkeypatch):
+    """Of this repository: once data/recorded/profile.csv is there, the section draws it, and each missed point of the
+    kernels that are profiled has its reading."""
+    if not data_path("recorded", "profile.csv").exists():
+        pytest.skip("no profile is recorded yet")
+    tables, figures, said = section(monkeypatch)
+    assert len(tables) == 2 and len(figures) == 1 and study.absent_sentence() not in said
+    missed = tables[0][0]
+    assert (missed.bound != "not profiled").sum() > len(missed) / 2 and (missed.bound != "unknown").all()
+
+
+# ---------------------------------------------------------------- the process under the tool
+
+
+def test_the_child_profiles_one_call_a_case_until_its_deadline(tmp_path, monkeypatch, capsys):
+    seen = []
+    fake = SimpleNamespace(
+        zeros=lambda *_, **__: "where",
+        int32=None,
+        cuda=SimpleNamespace(
+            synchronize=lambda: seen.append("sync"),
+            profiler=SimpleNamespace(start=lambda: seen.append("start"), stop=lambda: seen.append("stop")),
+        ),
+    )
+    monkeypatch.setattr(bench, "torch", fake)
+    monkeypatch.setattr("batch_variance.kernels.profile.marker.mark", lambda number, where: seen.append(("mark", number)))
+
+    def broken(programs):
+        raise RuntimeError("does not fit")
+
+    good = Case("gemm", "invariant", "N1 K1", 4, lambda programs: lambda: seen.append(("call", programs)))
+    cases = [Case("gemm", "default", "N1 K1", 4, broken), good]
+    monkeypatch.setattr("batch_variance.kernels.profile.cases.all_cases", lambda folder: cases)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"cases": [[cases[0].key, None], [good.key, 66]], "deadline": time.time() + 100}))
+    bench.child(plan)
+    assert seen == [("mark", 0), ("call", 66), ("call", 66), "sync", "start", ("mark", 1), ("call", 66), "sync", "stop"]
+    assert "FAILED gemm, default, N1 K1, 4: does not fit" in capsys.readouterr().out
+    seen.clear()
+    plan.write_text(json.dumps({"cases": [[good.key, None]], "deadline": time.time() - 1}))
+    bench.child(plan)
+    assert seen == [("mark", 0)] and "no time left for gemm, invariant" in capsys.readouterr().out

@@ -231,7 +231,7 @@ def reason_sentence(frame: pd.DataFrame) -> str:
         f"At {cite(len(few), frame)} of the {cite(len(above), frame)} points above {WORST_GOAL:.2f} the fastest configuration cuts the result "
         f"into {cite(f'{few.pieces.min()} to {few.pieces.max()}', frame)} pieces for {PROCESSORS} multiprocessors, "
         f"{cite(f'{few.waves.min():.2f} to {few.waves.max():.2f}', frame)} waves: with one or two pieces for a multiprocessor, little overlaps a piece's first "
-        "loads and its last stores. That is reckoned from the launch; no profile was taken. " + text
+        "loads and its last stores. That is reckoned from the launch; what the counters say stands below. " + text
         if len(few)
         else text
     )

@@ -50,7 +50,7 @@ LAUNCH = {
 }
 RESIDENT = "launch__occupancy_limit_"  # blocks that a multiprocessor holds at once, by what limits them
 STALLS = ("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio")
-NOT_STALLS = ("selected", "not_selected")  # a warp that issues, and one that could but another did
+NOT_STALLS = ("selected", "not selected")  # a warp that issues, and one that could but another did
 PROCESSORS = "multiprocessors"
 
 

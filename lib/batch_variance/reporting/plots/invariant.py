@@ -131,3 +131,22 @@ def times_and_limit(frame: pd.DataFrame, default: str) -> Figure:
         ax.set_ylabel("microseconds")
     axes[0, 0].legend(fontsize=8)
     return fig
+
+
+@drawn
+def peak_shares(frame: pd.DataFrame) -> Figure:
+    """frame: `studies.profile.shares`. Percent of the peak, a panel a unit, a line a point: the default's bar above
+    the invariant kernel's."""
+    points, units = list(dict.fromkeys(frame.point)), list(dict.fromkeys(frame.unit))
+    fig, axes = plt.subplots(1, len(units), figsize=(9, 0.9 + 0.42 * len(points)), sharey=True, squeeze=False)
+    places = np.arange(len(points))
+    for ax, unit in zip(axes[0], units):
+        mine = frame[frame.unit == unit].set_index("point").loc[points]
+        ax.barh(places - 0.19, 100 * mine.default, height=0.36, color="#E69F00", label="default")
+        ax.barh(places + 0.19, 100 * mine.invariant, height=0.36, color="#0072B2", label="invariant")
+        ax.set(xlim=(0, 100), xlabel="% of peak", yticks=places, yticklabels=points)
+        ax.set_title(unit, fontsize=10)
+    axes[0, 0].invert_yaxis()
+    axes[0, 0].tick_params(axis="y", labelsize=8)
+    axes[0, -1].legend(fontsize=8)
+    return fig
