@@ -1,5 +1,5 @@
-"""``batch-variance bench gemm|nvfp4|decode|prefill|engine|profile``: time the invariant kernels against the default ones,
-or read their hardware counters, and record it."""
+"""``batch-variance bench gemm|nvfp4|decode|prefill|engine|profile``: time the invariant kernels against the default
+ones, or read their hardware counters, and record it."""
 
 import importlib
 from pathlib import Path

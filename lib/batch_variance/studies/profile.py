@@ -15,10 +15,24 @@ from . import invariant_costs as costs
 from .invariant import INVARIANT, recorded
 from .sources import cite, named
 
-LIMITS = ("DRAM", "L2", "L1 and shared memory", "tensor pipe", "issue slots")
+OTHER = "another pipe"  # of the multiprocessor: the busiest, where it is neither the tensor pipe nor the issue slots
+LIMITS = ("DRAM", "L2", "L1 and shared memory", "tensor pipe", "issue slots", OTHER)
 DRAWN = ("DRAM", "L2", "tensor pipe", "issue slots")
-SHOWN = ["kernel", "policy", "shape", "m", "launch", "us", "of_call", *LIMITS, "busy", "waves", "warps", "registers", "shared_kb",
-         "bound", "says"]  # fmt: skip
+POINT = ["kernel", "policy", "shape", "m"]
+SHOWN = [
+    *POINT,
+    "launch",
+    "us",
+    "of_call",
+    *LIMITS,
+    "busy",
+    "waves",
+    "warps",
+    "registers",
+    "shared_kb",
+    "bound",
+    "says",
+]
 NEAR = 0.75  # of its peak: a unit so busy bounds the kernel
 FEW = 0.75  # of the multiprocessors have a block, or of the time are busy: below that, idle ones are the bound
 LOST = 0.15  # of the device's time, at the end, where the last wave of blocks is not full
@@ -37,12 +51,13 @@ WORDS = {
     "L1 and shared memory": "L1 and shared memory",
     "tensor pipe": "the tensor pipe",
     "issue slots": "the issue of instructions",
+    OTHER: "a pipe other than the tensor pipe",
     "spills": "spilled registers",
     "few blocks": "too few blocks for the device",
     "last wave": "a last wave that is not full",
-    "idle multiprocessors": "multiprocessors idle while others work",
-    "latency": "latency, no unit near its peak",
-    "unknown": "not known, for want of counters",
+    "idle multiprocessors": "multiprocessors that idle while others work",
+    "latency": "latency, no unit being near its peak",
+    "unknown": "not known for want of counters",
 }
 WAITS = {
     "long scoreboard": "data from L2 or DRAM",
@@ -75,7 +90,10 @@ def reading(counters: dict[str, float], processors: int) -> dict:
         value = value_of(role, counters)
         return math.nan if value is None else value
 
-    found = {name: at(name) / 100 for name in LIMITS}
+    found = {name: at(name) / 100 for name in LIMITS if name != OTHER}
+    busiest = at("multiprocessor") / 100
+    shown = np.nanmax([0.0, found["tensor pipe"], found["issue slots"]])
+    found[OTHER] = busiest if busiest > shown + 0.03 else math.nan
     known = {name: share for name, share in found.items() if not math.isnan(share)}
     nearest = max(known, key=known.__getitem__, default="")
     held = {name.removeprefix(RESIDENT): value for name, value in counters.items() if name.startswith(RESIDENT)}
@@ -128,30 +146,30 @@ def bound_of(one: dict, processors: int) -> str:
 
 
 def sentence(one: dict, processors: int) -> str:
-    """What bounds a launch, with the figures of its `reading`."""
+    """What the counters say of a launch: the three busiest units, the blocks and multiprocessors, the warps and what
+    limits them, what they wait for, spills and bank conflicts where there are some. one: a `reading`."""
     shares = sorted(((one[name], name) for name in LIMITS if not math.isnan(one[name])), reverse=True)
-    parts = [", ".join(f"{name} {share:.0%}" for share, name in shares)]
-    if one["waves"] > 1:
+    parts = [", ".join(f"{name} {share:.0%}" for share, name in shares[:3])]
+    if one["waves"] > 0:
         last = one["waves"] - math.ceil(one["waves"]) + 1
-        parts.append(f"{one['blocks']:.0f} blocks in {one['waves']:.2f} waves, the last {last:.0%} full")
-    elif one["waves"] > 0:
-        parts.append(f"{one['blocks']:.0f} blocks on {one['used']:.0f} of {processors} multiprocessors, one wave")
+        whole = f"one wave on {one['used']:.0f} of {processors} multiprocessors"
+        waves = f"{one['waves']:.2f} waves, the last {last:.0%} full" if one["waves"] > 1 else whole
+        parts.append(f"{one['blocks']:.0f} blocks, {waves}")
     if not math.isnan(one["busy"]):
         parts.append(f"a multiprocessor busy {one['busy']:.0%} of the time")
     if not math.isnan(one["warps"]):
         fit = "1 block fits" if one["resident"] == 1 else f"{one['resident']} blocks fit"
         held = f" ({fit}, by {one['limiter']})" if one["resident"] else ""
-        parts.append(f"{one['warps']:.1f} of {WARPS} warps active{held}")
+        parts.append(f"{one['warps']:.1f} of {WARPS} warps{held}")
     if one["stall"]:
         waits = WAITS.get(one["stall"])
         for_what = f"{waits} ({one['stall']})" if waits else one["stall"]
-        parts.append(f"warps wait {one['stall_share']:.0%} of their time for {for_what}")
+        parts.append(f"{one['stall_share']:.0%} of their time they wait for {for_what}")
     if one["spills"] > 0:
         parts.append(f"{one['spills']:.1%} of instructions for spilled registers")
     if one["conflicts"] >= 0.1:
         parts.append(f"bank conflicts in {one['conflicts']:.0%} of shared memory's wavefronts")
-    words = WORDS[one["bound"]]
-    return f"{words[0].upper()}{words[1:]}: {'; '.join(parts)}"
+    return "; ".join(part for part in parts if part)
 
 
 def readings(frame: pd.DataFrame | None = None) -> pd.DataFrame | None:
@@ -183,13 +201,13 @@ def goals() -> pd.DataFrame | None:
     """Every recorded point that has a goal: operation, kernel, policy, shape, m, default (microseconds), us, ratio,
     goal (of the ratio), against (the kernel that the default's time is of); None where nothing is recorded."""
     found = [*_gemm(), *_decode(), *_latent(), *_prefill(), *_nvfp4(), *_engine()]
-    columns = ["operation", "kernel", "policy", "shape", "m", "default", "us", "ratio", "goal", "against"]
+    columns = ["operation", *POINT, "default", "us", "ratio", "goal", "against"]
     return pd.DataFrame(found, columns=columns) if found else None
 
 
 def _times(name: str) -> pd.DataFrame:
     frame = recorded(name)
-    return pd.DataFrame(columns=["kernel", "policy", "shape", "metric"]) if frame is None else frame[frame.metric == "time"]
+    return pd.DataFrame(columns=[*POINT, "metric"]) if frame is None else frame[frame.metric == "time"]
 
 
 def _point(operation: str, one, goal: float, **other) -> dict:
@@ -248,8 +266,8 @@ def _engine():
 
 def misses(points: pd.DataFrame | None, profile: pd.DataFrame | None) -> pd.DataFrame | None:
     """The points above their goal, the worst of each operation first: operation, policy, shape, m, default us, us,
-    ratio, goal, bound (a key of WORDS, "launches from the host", a kind of kernel, or "not profiled") and what bounds
-    it. points: `goals`; profile: `readings`."""
+    ratio, goal, bound (a key of WORDS, "launches from the host", a kind of kernel, or "not profiled") and what the
+    counters say. points: `goals`; profile: `readings`."""
     if points is None:
         return None
     rows = []
@@ -257,8 +275,9 @@ def misses(points: pd.DataFrame | None, profile: pd.DataFrame | None) -> pd.Data
         bound, says = _engine_bound(one.m) if one.kernel == "engine" else _profiled(profile, one)
         figures = {"default us": round(one.default, 1), "us": round(one.us, 1), "ratio": round(one.ratio, 3)}
         where = {"operation": one.operation, "policy": one.policy, "shape": one.shape, "m": one.m}
-        rows.append(where | figures | {"goal": one.goal, "bound": bound, "what bounds it": says})
-    frame = pd.DataFrame(rows, columns=["operation", "policy", "shape", "m", "default us", "us", "ratio", "goal", "bound", "what bounds it"])
+        rows.append(where | figures | {"goal": one.goal, "bound": bound, "what the counters say": says})
+    columns = ["operation", *POINT[1:], "default us", "us", "ratio", "goal", "bound", "what the counters say"]
+    frame = pd.DataFrame(rows, columns=columns)
     order = {operation: place for place, operation in enumerate(points.operation.unique())}
     frame = frame.assign(place=frame.operation.map(order)).sort_values(["place", "ratio"], ascending=[True, False])
     return named(frame.drop(columns="place").reset_index(drop=True), "misses")
@@ -267,7 +286,7 @@ def misses(points: pd.DataFrame | None, profile: pd.DataFrame | None) -> pd.Data
 def _profiled(profile: pd.DataFrame | None, one) -> tuple[str, str]:
     found = _at(profile, one.kernel, one.policy, one.shape, one.m)
     if found is None:
-        return "not profiled", "not profiled"
+        return "not profiled", ""
     rest = "" if found.of_call > 0.98 else f"; {found.launch} takes {found.of_call:.0%} of the call"
     return found.bound, found.says + rest
 
@@ -275,7 +294,7 @@ def _profiled(profile: pd.DataFrame | None, one) -> tuple[str, str]:
 def _at(profile: pd.DataFrame | None, kernel: str, policy: str, shape: str, m: int):
     if profile is None:
         return None
-    mine = profile[(profile.kernel == kernel) & (profile.policy == policy) & (profile["shape"] == shape) & (profile.m == m)]
+    mine = profile[(profile[POINT] == [kernel, policy, shape, m]).all(axis=1)]
     return mine.iloc[0] if len(mine) else None
 
 
@@ -291,7 +310,7 @@ def _engine_bound(concurrency: int) -> tuple[str, str]:
         f"the device has work for {busy:.0%} of a step ({device.baseline / step.baseline:.0%} under the default); of "
         f"{extra:.3f} ms more {device.value - device.baseline:.3f} are the device's, most of them in {kind}"
     )
-    return ("launches from the host", f"Launches from the host: {says}") if busy < FEW else (kind, says)
+    return "launches from the host" if busy < FEW else kind, says
 
 
 def misses_sentence(points: pd.DataFrame | None, missed: pd.DataFrame | None) -> str:
@@ -302,7 +321,7 @@ def misses_sentence(points: pd.DataFrame | None, missed: pd.DataFrame | None) ->
         return f"All {len(points)} recorded points that have a goal reach it."
     counts = missed.bound.value_counts()
     what = ", ".join(f"{WORDS.get(bound, bound)} {cite(count, missed, bound=bound)}" for bound, count in counts.items())
-    text = f"{cite(len(missed), missed)} of {len(points)} recorded points that have a goal miss it. By what bounds them: {what}."
+    text = f"{cite(len(missed), missed)} of {len(points)} recorded points that have a goal miss it. Bounds: {what}."
     if "not profiled" in counts:
         text += " What is not profiled, `batch-variance bench profile` may add."
     return text
@@ -313,30 +332,40 @@ def misses_sentence(points: pd.DataFrame | None, missed: pd.DataFrame | None) ->
 
 def shares(points: pd.DataFrame | None, profile: pd.DataFrame | None, most: int = 12) -> pd.DataFrame | None:
     """Shares of the peak at the profiled points that miss their goal, ours beside the default's, a row a point and unit
-    of DRAWN: point, unit, default, invariant; of each operation in turn the worst, ``most`` points in all. None where
-    no such point is profiled with its default."""
+    of DRAWN: point, unit, default, invariant; the worst of each operation in turn until there are ``most`` points. None
+    where no such point is profiled with its default."""
     if points is None or profile is None:
         return None
     missed = points[points.ratio > points.goal].sort_values("ratio", ascending=False)
-    missed = missed.assign(turn=missed.groupby("operation").cumcount()).sort_values("turn", kind="stable")
-    rows, count = [], 0
+    found = []
     for one in missed.itertuples():
         ours = _at(profile, one.kernel, one.policy, one.shape, one.m)
         base = _at(profile, one.against, "default", one.shape, one.m)
-        if ours is None or base is None or count == most:
-            continue
-        count += 1
-        point = f"{one.operation}, {one.shape}" + (f", {one.m}" if one.operation != "prefill" else "")
-        rows += [{"point": point, "unit": unit, "default": base[unit], "invariant": ours[unit]} for unit in DRAWN]
+        if ours is not None and base is not None:
+            turn = sum(other.operation == one.operation for _, other, *_ in found)
+            found.append((turn, one, ours, base))
+    order = {operation: place for place, operation in enumerate(points.operation.unique())}
+    chosen = sorted(sorted(found, key=lambda f: f[0])[:most], key=lambda f: (order[f[1].operation], f[0]))
+    rows = [
+        {"point": _label(one), "unit": unit, "default": base[unit], "invariant": ours[unit]}
+        for _, one, ours, base in chosen
+        for unit in DRAWN
+    ]
     return named(pd.DataFrame(rows), "shares of the peak") if rows else None
+
+
+def _label(one) -> str:
+    size = {"GEMM": f", {one.m} rows", "NVFP4": f", {one.m} rows", "prefill": ""}
+    return f"{one.operation}, {one.shape}{size.get(one.operation, f', batch {one.m}')}"
 
 
 def shares_sentence(frame: pd.DataFrame) -> str:
     """How busy each unit is in ours and in the default, over the points drawn. frame: `shares`."""
+    at = lambda share, unit: cite(format(share, ".0%"), frame, unit=unit)  # noqa: E731
     middle = frame.groupby("unit", sort=False)[["default", "invariant"]].median()
     parts = [
-        f"{unit} {cite(format(one.invariant, '.0%'), frame, unit=unit)} (default {cite(format(one.default, '.0%'), frame, unit=unit)})"
-        for unit, one in middle.iterrows()
+        f"{one.Index} {at(one.invariant, one.Index)} (default {at(one.default, one.Index)})"
+        for one in middle.itertuples()
     ]
     best = frame.loc[frame.invariant.idxmax()]
     top = cite(format(best.invariant, ".0%"), frame, point=best.point, unit=best.unit)

@@ -33,8 +33,9 @@ from ..prefill import launch as prefill
 from ..timing import copies
 
 GEMM_ROWS = (256, 1024, 4096)
-BATCHES, LENGTHS = (1, 4, 16), decode_bench.LENGTHS
-LATENT = dict(heads=64, topk=2048, batch=128)
+BATCHES, MORE_BATCHES, LENGTHS = (1, 4, 16), (2, 8, 32), decode_bench.LENGTHS
+LATENT_HEADS, LATENT_TOPK, LATENT_BATCH = 64, 2048, 128
+LATENT_SHAPE = f"h{LATENT_HEADS} d576 topk{LATENT_TOPK} full"
 PREFILLS = ((1, 8192), (8, 1024), (1, 512))
 NVFP4 = ((4096, 4096),)  # (K, N)
 NVFP4_ROWS = (1, 64)
@@ -64,23 +65,24 @@ class Case:
 def all_cases(recorded: Path) -> list[Case]:
     """Every case, those whose costs matter most first. recorded: folder of ``decode.csv``, which says which rules to
     profile. FlashMLA's is there where its extension is found."""
-    grouped, latent = best_rule(recorded, " kv8 "), best_rule(recorded, " d576 topk2048 ")
+    grouped = best_rule(recorded, lambda table: table["shape"].str.contains(" kv8 "))
+    latent = best_rule(recorded, lambda table: (table["shape"] == LATENT_SHAPE) & (table.m == LATENT_BATCH))
     cases = [case for m in GEMM_ROWS for K, N in gemm_bench.SHAPES for case in _gemm(K, N, m)]
     cases += [*_latent(dict.fromkeys((BATCH_WIDE, "never-split", latent))), *_flashmla()]
     cases += [case for prompts, tokens in PREFILLS for case in _prefill(prompts, tokens)]
-    kinds = [(batch, longest, kind) for batch in BATCHES for longest in LENGTHS for kind in ("full", "ragged")]
-    cases += [_grouped(*one, rule) for one in kinds for rule in (BATCH_WIDE, grouped)]
-    return cases + [case for m in NVFP4_ROWS for K, N in NVFP4 for case in _nvfp4(K, N, m)]
+    cases += _many_grouped(BATCHES, grouped)
+    cases += [case for m in NVFP4_ROWS for K, N in NVFP4 for case in _nvfp4(K, N, m)]
+    return cases + _many_grouped(MORE_BATCHES, grouped)
 
 
-def best_rule(recorded: Path, shapes: str) -> str:
-    """The free rule of least geometric mean of time among recorded shapes whose name holds ``shapes``; free-4 where
-    none is recorded."""
+def best_rule(recorded: Path, points: Callable[[pd.DataFrame], pd.Series]) -> str:
+    """The free rule of least geometric mean of time among the recorded points that ``points`` marks; free-4 where none
+    is recorded."""
     path = recorded / "decode.csv"
     if not path.exists():
         return "free-4"
     table = pd.read_csv(path)
-    mine = table[(table.kernel == "triton") & (table.metric == "time") & table["shape"].str.contains(shapes)]
+    mine = table[(table.kernel == "triton") & (table.metric == "time") & points(table)]
     mine = mine[mine.policy.str.startswith("invariant-free")]
     if mine.empty:
         return "free-4"
@@ -134,6 +136,11 @@ def _decode(shape: str, batch: int, rule: str, inputs: Callable[[int], DecodeInp
     return Case("triton", named, shape, batch, make, tune)
 
 
+def _many_grouped(batches, rule: str) -> list[Case]:
+    kinds = [(batch, longest, kind) for batch in batches for longest in LENGTHS for kind in ("full", "ragged")]
+    return [_grouped(*one, either) for one in kinds for either in (BATCH_WIDE, rule)]
+
+
 def _grouped(batch: int, longest: int, kind: str, rule: str) -> Case:
     def inputs(seed):
         return decode_bench.random_inputs(_pool(), decode_bench.row_lengths(batch, longest, kind, seed), seed)
@@ -142,7 +149,7 @@ def _grouped(batch: int, longest: int, kind: str, rule: str) -> Case:
 
 
 def _latent(rules):
-    heads, topk, batch = LATENT["heads"], LATENT["topk"], LATENT["batch"]
+    heads, topk, batch = LATENT_HEADS, LATENT_TOPK, LATENT_BATCH
 
     def inputs(seed):
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -152,8 +159,7 @@ def _latent(rules):
         q = _random(batch, heads, 576, seed=seed)
         return DecodeInputs(q, (Cache(_latent_pool(), None, lengths, indices=indices),), 512)
 
-    shape = f"h{heads} d576 topk{topk} full"
-    return [_decode(shape, batch, rule, inputs, 576 * 2) for rule in rules]
+    return [_decode(LATENT_SHAPE, batch, rule, inputs, 576 * 2) for rule in rules]
 
 
 @lru_cache
@@ -174,14 +180,13 @@ def _flashmla() -> list[Case]:
         op = flashmla.load()
     except BadInput:
         return []
-    heads, topk, batch = LATENT["heads"], LATENT["topk"], LATENT["batch"]
 
     def make(_):
-        some = flashmla.random_flashmla_inputs(batch, heads, 576, topk, pages=LATENT_PAGES)
+        some = flashmla.random_flashmla_inputs(LATENT_BATCH, LATENT_HEADS, 576, LATENT_TOPK, pages=LATENT_PAGES)
         *_, metadata, splits = flashmla.decode(op, some)
         return lambda: flashmla.decode(op, some, metadata, splits)
 
-    return [Case("flashmla", "default", f"h{heads} d576 topk{topk} full", batch, make)]
+    return [Case("flashmla", "default", LATENT_SHAPE, LATENT_BATCH, make)]
 
 
 def _prefill(prompts: int, tokens: int):

@@ -22,7 +22,7 @@ PLACES = (
     "/opt/nvidia/nsight-compute/*/ncu",
     "/usr/local/NVIDIA-Nsight-Compute*/ncu",
 )
-MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
+MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
 
 
 def find() -> str:
@@ -59,7 +59,7 @@ def command(ncu: str, counters: list[str], log: Path, child: list[str]) -> list[
         ncu,
         *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
         *("--profile-from-start", "off", "--clock-control", "none", "--cache-control", "all"),
-        *("--target-processes", "application-only", "--apply-rules", "no"),
+        *("--target-processes", "all", "--apply-rules", "no"),
         *sections,
         *("--metrics", ",".join(counters)),
         *child,

@@ -148,5 +148,5 @@ def peak_shares(frame: pd.DataFrame) -> Figure:
         ax.set_title(unit, fontsize=10)
     axes[0, 0].invert_yaxis()
     axes[0, 0].tick_params(axis="y", labelsize=8)
-    axes[0, -1].legend(fontsize=8)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
     return fig
