@@ -256,7 +256,7 @@ ROLE = {role: names[0] for role, names in counters.ROLES.items()} | counters.LAU
 QUIET = {
     ROLE["DRAM"]: 30,
     ROLE["L2"]: 20,
-    ROLE["L1 and shared memory"]: 25,
+    ROLE["L1"]: 25,
     ROLE["tensor pipe"]: 62,
     ROLE["issue slots"]: 12,
     ROLE["blocks"]: 132,
@@ -296,7 +296,7 @@ def test_a_reading_worked_out_by_hand():
     # Two reasons are no stalls, yet they are of the warps' time: 3 of 10.
     assert (one["stall"], one["stall_share"]) == ("gmma", 0.3) and one["bound"] == "latency"
     assert study.sentence(one, 132) == (
-        "tensor pipe 62%, DRAM 30%, L1 and shared memory 25%; 132 blocks, one wave on 132 of 132 multiprocessors; a "
+        "tensor pipe 62%, DRAM 30%, L1 25%; 132 blocks, one wave on 132 of 132 multiprocessors; a "
         "multiprocessor busy 93% of the time; 8.0 of 64 warps (1 block fits, by shared memory); 30% of their time they "
         "wait for warp-group products (gmma)"
     )
@@ -415,22 +415,24 @@ def test_the_points_that_miss_their_goal(folder):
     points = study.goals()
     missed = study.misses(points, None)
     assert len(points) == 2 + 2 + 1 + 1 + 3 + 2
-    found = list(missed[["operation", "m", "us", "ratio", "goal"]].itertuples(index=False, name=None))
-    assert found == [
-        ("GEMM", 4, 20.0, 1.333, 1.15),
-        ("decode", 1, 12.0, 1.2, 1.08),
-        ("latent decode", 128, 300.0, 3.0, 1.25),  # the fastest free rule over FlashMLA's time
-        ("prefill", 512, 30.0, 3.0, 1.0),
-        ("NVFP4", 64, 1.1, 1.06, 1.05),
-        ("NVFP4", 32, 1.0, 1.02, 1.0),
-        ("engine step", 8, 4000.0, 1.333, 1.03),
-        ("engine step", 32, 4000.0, 1.333, 1.03),
+    assert list(missed[["point", "us", "ratio", "goal"]].itertuples(index=False, name=None)) == [
+        ("GEMM, N1 K1, 4 rows", 20.0, 1.333, 1.15),
+        ("decode free-2, h64 kv8 d128 1024 full, batch 1", 12.0, 1.2, 1.08),
+        # the fastest free rule over FlashMLA's time
+        (f"latent decode free-4, {study.LATENT[0]}, batch 128", 300.0, 3.0, 1.25),
+        ("prefill free-4, p", 30.0, 3.0, 1.0),
+        ("NVFP4, N1 K1, 64 rows", 1.1, 1.06, 1.05),
+        ("NVFP4, N1 K1, 32 rows", 1.0, 1.02, 1.0),
+        ("engine step, e, concurrency 8", 4000.0, 1.333, 1.03),
+        ("engine step, e, concurrency 32", 4000.0, 1.333, 1.03),
     ]
     assert missed.bound.tolist()[:4] == ["not profiled"] * 4 and missed["default us"][2] == 100.0
-    engine = missed[missed.operation == "engine step"].set_index("m")
-    assert engine.bound[8] == "launches from the host" and engine.bound[32] == "other"
-    assert "for 25% of a step (30% under the default)" in engine["what the counters say"][8]
-    assert "of 1.000 ms more 0.100 are the device's, most of them in matmul" in engine["what the counters say"][8]
+    assert missed.bound.tolist()[6:] == ["launches from the host", "other"]
+    assert missed["busiest unit"].tolist()[5:] == ["", "device 25%", "device 98%"]
+    lines = plain(study.worst_sentences(points, None, missed)).splitlines()
+    assert len(lines) == 6 and lines[0] == "- GEMM, N1 K1, 4 rows, 1.33 against a goal of 1.15: not profiled."
+    assert "device has work for 25% of a step (30% under the default)" in lines[5]
+    assert "of 1.000 ms more 0.100 are the device's, most of them in matmul" in lines[5]
     said = plain(study.misses_sentence(points, missed))
     assert "8 of 11 recorded points" in said and "not profiled 6" in said and "bench profile" in said
 
@@ -444,7 +446,7 @@ def test_nothing_recorded_and_nothing_missed_are_said(folder):
     points = study.goals()
     missed = study.misses(points, None)
     assert missed.empty and study.misses_sentence(points, missed) == "All 1 recorded points that have a goal reach it."
-    assert study.shares(points, None) is None
+    assert study.shares(points, None) is None and study.worst_sentences(points, None, missed) == ""
 
 
 # ---------------------------------------------------------------- a made-up profile, through to the notebook
@@ -481,12 +483,25 @@ def test_missed_points_meet_their_profile(folder):
     latent = [("triton", "invariant-free-4"), ("flashmla", "default"), ("triton", "default")]
     made_up(folder, [case("default"), case("invariant")] + [Case(k, p, *study.LATENT, None) for k, p in latent])
     points, read = study.goals(), study.readings()
-    missed = study.misses(points, read).set_index(["operation", "m"])
-    assert missed.bound["GEMM", 4] == missed.bound["latent decode", 128] == "latency"
-    assert missed["what the counters say"]["GEMM", 4].endswith("; long takes 80% of the call")
-    assert missed.bound["prefill", 512] == "not profiled"  # there is no profile of that very point
+    missed = study.misses(points, read)
+    assert missed.bound.tolist()[:4] == [
+        "latency",
+        "not profiled",
+        "latency",
+        "not profiled",
+    ]  # no other point's profile
+    seen = missed[["busiest unit", "waves", "warps", "wait for"]].iloc[0].tolist()
+    assert seen == ["tensor pipe 62%", "1.00", "8.0", "gmma 30%"]
+    gemm, *rest = plain(study.worst_sentences(points, read, missed)).splitlines()
+    assert gemm.startswith(
+        "- GEMM, N1 K1, 4 rows, 1.33 against a goal of 1.15: **latency, no unit being near its peak**: "
+    )
+    assert gemm.endswith("(gmma); long takes 80% of the call.") and rest[0].endswith("not profiled.")
     beside = study.shares(points, read)
-    assert beside.point.unique().tolist() == ["GEMM, N1 K1, 4 rows", f"latent decode, {study.LATENT[0]}, batch 128"]
+    assert beside.point.unique().tolist() == [
+        "GEMM, N1 K1, 4 rows",
+        f"latent decode free-4, {study.LATENT[0]}, batch 128",
+    ]
     tensor = beside[beside.unit == "tensor pipe"]
     assert tensor.default.tolist() == [0.8, 0.8] and tensor.invariant.tolist() == [0.62, 0.62]
     assert len(study.shares(points, read, most=1)) == len(study.DRAWN)

@@ -13,10 +13,10 @@ import pandas as pd
 from ..kernels.profile.counters import NOT_STALLS, PROCESSORS, RESIDENT, stall_of, value_of
 from . import invariant_costs as costs
 from .invariant import INVARIANT, recorded
-from .sources import cite, named
+from .sources import cite, cite_all, named
 
 OTHER = "another pipe"  # of the multiprocessor: the busiest, where it is neither the tensor pipe nor the issue slots
-LIMITS = ("DRAM", "L2", "L1 and shared memory", "tensor pipe", "issue slots", OTHER)
+LIMITS = ("DRAM", "L2", "L1", "tensor pipe", "issue slots", OTHER)
 DRAWN = ("DRAM", "L2", "tensor pipe", "issue slots")
 POINT = ["kernel", "policy", "shape", "m"]
 SHOWN = [
@@ -48,7 +48,7 @@ ENGINE_GOAL = 1.03  # of an engine step's time by the clock
 WORDS = {
     "DRAM": "DRAM bandwidth",
     "L2": "L2 bandwidth",
-    "L1 and shared memory": "L1 and shared memory",
+    "L1": "L1 and shared memory",
     "tensor pipe": "the tensor pipe",
     "issue slots": "the issue of instructions",
     OTHER: "a pipe other than the tensor pipe",
@@ -264,31 +264,70 @@ def _engine():
         yield _point("engine step", one, ENGINE_GOAL, default=1e3 * one.baseline, us=1e3 * one.value)
 
 
+def _missed(points: pd.DataFrame) -> pd.DataFrame:
+    """The points above their goal, operation by operation, the worst first."""
+    order = {operation: place for place, operation in enumerate(points.operation.unique())}
+    missed = points[points.ratio > points.goal]
+    missed = missed.assign(place=missed.operation.map(order))
+    return missed.sort_values(["place", "ratio"], ascending=[True, False])
+
+
 def misses(points: pd.DataFrame | None, profile: pd.DataFrame | None) -> pd.DataFrame | None:
-    """The points above their goal, the worst of each operation first: operation, policy, shape, m, default us, us,
-    ratio, goal, bound (a key of WORDS, "launches from the host", a kind of kernel, or "not profiled") and what the
-    counters say. points: `goals`; profile: `readings`."""
+    """The points above their goal, the worst of each operation first: point, default us, us, ratio, goal, bound (a key
+    of WORDS, "launches from the host", a kind of kernel, or "not profiled"), and of the longest launch the busiest
+    unit, waves, warps active and what they wait for. points: `goals`; profile: `readings`."""
     if points is None:
         return None
     rows = []
-    for one in points[points.ratio > points.goal].itertuples():
-        bound, says = _engine_bound(one.m) if one.kernel == "engine" else _profiled(profile, one)
+    for one in _missed(points).itertuples():
         figures = {"default us": round(one.default, 1), "us": round(one.us, 1), "ratio": round(one.ratio, 3)}
-        where = {"operation": one.operation, "policy": one.policy, "shape": one.shape, "m": one.m}
-        rows.append(where | figures | {"goal": one.goal, "bound": bound, "what the counters say": says})
-    columns = ["operation", *POINT[1:], "default us", "us", "ratio", "goal", "bound", "what the counters say"]
-    frame = pd.DataFrame(rows, columns=columns)
-    order = {operation: place for place, operation in enumerate(points.operation.unique())}
-    frame = frame.assign(place=frame.operation.map(order)).sort_values(["place", "ratio"], ascending=[True, False])
-    return named(frame.drop(columns="place").reset_index(drop=True), "misses")
+        found = _at(profile, one.kernel, one.policy, one.shape, one.m)
+        if one.kernel == "engine":
+            bound, _, busy = _engine_bound(one.m)
+            counted = {"busiest unit": f"device {busy:.0%}"}
+        elif found is None:
+            bound, counted = "not profiled", {}
+        else:
+            bound, counted = (
+                found.bound,
+                {
+                    "busiest unit": f"{found.nearest} {found.nearest_share:.0%}",
+                    "waves": f"{found.waves:.2f}",
+                    "warps": f"{found.warps:.1f}",
+                    "wait for": f"{found.stall} {found.stall_share:.0%}",
+                },
+            )
+        rows.append({"point": _label(one), **figures, "goal": one.goal, "bound": bound, **counted})
+    columns = ["point", "default us", "us", "ratio", "goal", "bound", "busiest unit", "waves", "warps", "wait for"]
+    return named(pd.DataFrame(rows, columns=columns).fillna({name: "" for name in columns[6:]}), "misses")
 
 
-def _profiled(profile: pd.DataFrame | None, one) -> tuple[str, str]:
-    found = _at(profile, one.kernel, one.policy, one.shape, one.m)
-    if found is None:
-        return "not profiled", ""
-    rest = "" if found.of_call > 0.98 else f"; {found.launch} takes {found.of_call:.0%} of the call"
-    return found.bound, found.says + rest
+def _label(one) -> str:
+    rule = one.policy.removeprefix(INVARIANT).replace("-", " ", 1)
+    rows = f", {one.m} rows"
+    size = {"GEMM": rows, "NVFP4": rows, "prefill": "", "engine step": f", concurrency {one.m}"}
+    return f"{one.operation}{rule}, {one.shape}{size.get(one.operation, f', batch {one.m}')}"
+
+
+def worst_sentences(points: pd.DataFrame | None, profile: pd.DataFrame | None, missed: pd.DataFrame | None) -> str:
+    """What bounds the worst point of each operation that misses its goal, a line each; "" where none does. points:
+    `goals`; profile: `readings`; missed: `misses`."""
+    lines = []
+    for one in () if points is None else _missed(points).drop_duplicates("operation").itertuples():
+        label = _label(one)
+        head = f"- {label}, {cite(f'{one.ratio:.2f}', missed, point=label)} against a goal of {one.goal:.2f}: "
+        found = _at(profile, one.kernel, one.policy, one.shape, one.m)
+        if one.kernel == "engine":
+            bound, says, _ = _engine_bound(one.m)
+            lines.append(f"{head}**{bound}**: {cite_all(says, missed, point=label)}.")
+        elif found is None:
+            lines.append(f"{head}not profiled.")
+        else:
+            key = {"policy": one.policy, "shape": one.shape, "m": one.m}
+            rest = "" if found.of_call > 0.98 else f"; {found.launch} takes {found.of_call:.0%} of the call"
+            says = cite_all(found.says + rest, profile, kernel=one.kernel, **key)
+            lines.append(f"{head}**{WORDS[found.bound]}**: {says}.")
+    return "\n".join(lines)
 
 
 def _at(profile: pd.DataFrame | None, kernel: str, policy: str, shape: str, m: int):
@@ -298,8 +337,9 @@ def _at(profile: pd.DataFrame | None, kernel: str, policy: str, shape: str, m: i
     return mine.iloc[0] if len(mine) else None
 
 
-def _engine_bound(concurrency: int) -> tuple[str, str]:
-    """By the engine's own table: the share of a step for which the device has work, and where the extra time is."""
+def _engine_bound(concurrency: int) -> tuple[str, str, float]:
+    """The engine step's bound, a sentence on it, and the share of a step for which the device has work, by the
+    engine's own table."""
     frame = recorded("engine")
     mine = frame[(frame.policy == INVARIANT) & (frame.m == concurrency)].set_index("metric")
     step, device = mine.loc["step"], mine.loc["device time"]
@@ -310,7 +350,7 @@ def _engine_bound(concurrency: int) -> tuple[str, str]:
         f"the device has work for {busy:.0%} of a step ({device.baseline / step.baseline:.0%} under the default); of "
         f"{extra:.3f} ms more {device.value - device.baseline:.3f} are the device's, most of them in {kind}"
     )
-    return "launches from the host" if busy < FEW else kind, says
+    return "launches from the host" if busy < FEW else kind, says, busy
 
 
 def misses_sentence(points: pd.DataFrame | None, missed: pd.DataFrame | None) -> str:
@@ -336,27 +376,20 @@ def shares(points: pd.DataFrame | None, profile: pd.DataFrame | None, most: int 
     where no such point is profiled with its default."""
     if points is None or profile is None:
         return None
-    missed = points[points.ratio > points.goal].sort_values("ratio", ascending=False)
     found = []
-    for one in missed.itertuples():
+    for one in _missed(points).itertuples():
         ours = _at(profile, one.kernel, one.policy, one.shape, one.m)
         base = _at(profile, one.against, "default", one.shape, one.m)
         if ours is not None and base is not None:
             turn = sum(other.operation == one.operation for _, other, *_ in found)
             found.append((turn, one, ours, base))
-    order = {operation: place for place, operation in enumerate(points.operation.unique())}
-    chosen = sorted(sorted(found, key=lambda f: f[0])[:most], key=lambda f: (order[f[1].operation], f[0]))
+    chosen = sorted(sorted(found, key=lambda f: f[0])[:most], key=lambda f: (f[1].place, f[0]))
     rows = [
         {"point": _label(one), "unit": unit, "default": base[unit], "invariant": ours[unit]}
         for _, one, ours, base in chosen
         for unit in DRAWN
     ]
     return named(pd.DataFrame(rows), "shares of the peak") if rows else None
-
-
-def _label(one) -> str:
-    size = {"GEMM": f", {one.m} rows", "NVFP4": f", {one.m} rows", "prefill": ""}
-    return f"{one.operation}, {one.shape}{size.get(one.operation, f', batch {one.m}')}"
 
 
 def shares_sentence(frame: pd.DataFrame) -> str:

@@ -33,10 +33,10 @@ from ..prefill import launch as prefill
 from ..timing import copies
 
 GEMM_ROWS = (256, 1024, 4096)
-BATCHES, MORE_BATCHES, LENGTHS = (1, 4, 16), (2, 8, 32), decode_bench.LENGTHS
+BATCHES, MORE_BATCHES, LENGTHS = (1, 4, 16), (2, 8, 32, 64), decode_bench.LENGTHS
 LATENT_HEADS, LATENT_TOPK, LATENT_BATCH = 64, 2048, 128
 LATENT_SHAPE = f"h{LATENT_HEADS} d576 topk{LATENT_TOPK} full"
-PREFILLS = ((1, 8192), (8, 1024), (1, 512))
+PREFILLS = ((1, 8192), (8, 1024), (1, 512), (1, 2048))
 NVFP4 = ((4096, 4096),)  # (K, N)
 NVFP4_ROWS = (1, 64)
 LATENT_PAGES, PAGE = 4096, 64

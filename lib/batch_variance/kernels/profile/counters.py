@@ -12,7 +12,7 @@ ROLES = {
     "time": (TIME,),
     "DRAM": ("dram__throughput" + PEAK, "gpu__dram_throughput" + PEAK),
     "L2": ("lts__throughput" + PEAK,),
-    "L1 and shared memory": ("l1tex__throughput.avg.pct_of_peak_sustained_active",),
+    "L1": ("l1tex__throughput.avg.pct_of_peak_sustained_active",),
     "tensor pipe": (
         "sm__pipe_tensor_cycles_active" + PEAK,
         "sm__pipe_tensor_op_hmma_cycles_active" + PEAK,

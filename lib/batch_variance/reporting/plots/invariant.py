@@ -144,7 +144,8 @@ def peak_shares(frame: pd.DataFrame) -> Figure:
         mine = frame[frame.unit == unit].set_index("point").loc[points]
         ax.barh(places - 0.19, 100 * mine.default, height=0.36, color="#E69F00", label="default")
         ax.barh(places + 0.19, 100 * mine.invariant, height=0.36, color="#0072B2", label="invariant")
-        ax.set(xlim=(0, 100), xlabel="% of peak", yticks=places, yticklabels=points)
+        labels = [point.replace(", ", "\n", 1) for point in points]
+        ax.set(xlim=(0, 100), xlabel="% of peak", yticks=places, yticklabels=labels)
         ax.set_title(unit, fontsize=10)
     axes[0, 0].invert_yaxis()
     axes[0, 0].tick_params(axis="y", labelsize=8)
