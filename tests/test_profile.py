@@ -209,6 +209,15 @@ cat > "$log" <<'E'
     assert "flashmla was not found" in said and "gemm was not found" not in said
     assert re.search(r'\["gemm", "invariant", "N1 K1", 4\], 264', (tmp_path / "plan.json").read_text())
     assert len(pd.read_csv(tmp_path / "out" / "profile.csv")) > 6
+    ncu.write_text("#!/bin/sh\nwhile [ $1 != --log-file ]; do shift; done; echo '==ERROR== no counters' > $2; exit 1\n")
+    with pytest.raises(BadInput, match="no counters"):
+        bench.run(tmp_path / "other", 100.0)
+    assert "no counters" in (tmp_path / "other" / "profile-unread.csv").read_text()
+
+
+def test_a_launch_without_a_time_makes_no_case():
+    text = printed(mark(0), ("odd", "n/a", "1", "1", "1", "1"), mark(2), ("good", "1000", "1", "1", "1", "1"))
+    assert {row["policy"] for row in recorded(text, THREE).rows} == {"invariant"}
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path):
@@ -345,6 +354,17 @@ def test_any_counter_may_be_missing(gone):
 def test_without_counters_nothing_is_claimed():
     one = study.reading({}, 132)
     assert one["bound"] == "unknown" and study.sentence(one, 132) == ""
+
+
+def test_warps_that_never_wait_are_said_to_wait_for_nothing():
+    none = {
+        STALL.format("gmma"): 0,
+        STALL.format("barrier"): 0,
+        STALL.format("selected"): 0,
+        STALL.format("not_selected"): 0,
+    }
+    assert "wait" not in study.sentence(study.reading({ROLE["DRAM"]: 9, STALL.format("selected"): 2}, 132), 132)
+    assert "nan" not in study.sentence(study.reading(QUIET | none, 132), 132)
 
 
 def test_every_bound_and_unit_has_words():

@@ -122,7 +122,7 @@ def reading(counters: dict[str, float], processors: int) -> dict:
         "spills": local / at("instructions"),
         "conflicts": at("bank conflicts") / wavefronts if wavefronts else 0.0,
         "stall": stall,
-        "stall_share": stalls[stall] / sum(reasons.values()) if sum(reasons.values()) else math.nan,
+        "stall_share": stalls[stall] / sum(reasons.values()) if stall and sum(reasons.values()) else math.nan,
     }
     return found | {"bound": bound_of(found, processors)}
 
@@ -161,7 +161,7 @@ def sentence(one: dict, processors: int) -> str:
         fit = "1 block fits" if one["resident"] == 1 else f"{one['resident']} blocks fit"
         held = f" ({fit}, by {one['limiter']})" if one["resident"] else ""
         parts.append(f"{one['warps']:.1f} of {WARPS} warps{held}")
-    if one["stall"]:
+    if one["stall_share"] > 0:
         waits = WAITS.get(one["stall"])
         for_what = f"{waits} ({one['stall']})" if waits else one["stall"]
         parts.append(f"{one['stall_share']:.0%} of their time they wait for {for_what}")

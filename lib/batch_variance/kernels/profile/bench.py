@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from ...common import BadInput, data_path, write_atomically
+from ...common.data import write_text
 from ..recorded import Benchmark
 from . import tool
 from .counters import PROCESSORS, value_of, wanted
@@ -61,9 +62,14 @@ def run(folder: Path, budget_seconds: float, only: tuple[str, ...] = (), workers
     for line in text.splitlines():
         if line.startswith("==ERROR=="):
             print(line, flush=True)
-    found = tool.parse(text)
     bench = Benchmark("profile")
-    record(bench, cases, found, torch.cuda.get_device_properties("cuda").multi_processor_count)
+    try:
+        found = tool.parse(text)
+        record(bench, cases, found, torch.cuda.get_device_properties("cuda").multi_processor_count)
+    except Exception:
+        kept = write_text(folder / "profile-unread.csv", text)
+        print(f"what ncu printed could not be read; it is kept in {kept}", flush=True)
+        raise
     save(folder, bench)
     print(f"{found.case.nunique()} of {len(cases)} cases profiled in {time.time() - start:.0f} s", flush=True)
 
@@ -135,7 +141,8 @@ def record(bench: Benchmark, cases: list, found: pd.DataFrame, processors: int) 
     """Add a case's rows: under its kernel's name the time of all its launches, their count and the device's
     multiprocessors; under ``kernel/launch`` the counters of each launch. The baseline of the longest launch is the
     default's longest at the same point; other launches have none. found: `tool.parse`."""
-    launches = {cases[number].key: mine for number, mine in found.groupby("case")}
+    timed = found[found.case.isin(found[found.metric == "time"].case)]
+    launches = {cases[number].key: mine for number, mine in timed.groupby("case")}
     for case in cases:
         mine = launches.get(case.key)
         base = launches.get((case.kernel, "default", case.shape, case.m))
