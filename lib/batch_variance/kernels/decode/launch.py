@@ -9,6 +9,7 @@ from ...schedules import Plan
 from .inputs import DecodeInputs
 from .reference import LOG2E, check_fold
 
+AHEAD = 32  # partials that the combine step reads at once
 KERNEL_FOLDS = ("left", "pairwise", "compensated")
 
 
@@ -151,6 +152,7 @@ def launch(
         HAS_SINK=sink is not None,
         UPCAST=inputs.q.dtype == torch.float32,
         PARK=parked is not None,
+        DIRECT=inputs.q.device.type == "cuda",
         STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -167,7 +169,7 @@ def launch(
             D_V=inputs.d_v,
             HAS_SINK=sink is not None,
             FOLD=fold,
-            AHEAD=16,
+            AHEAD=AHEAD,
             num_warps=4 if inputs.d_v >= 256 else 1,
         )
     return out, lse

@@ -11,7 +11,6 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 NO_MAX = tl.constexpr(float("-inf"))
-LEAF = tl.constexpr(16)  # columns of either half of a parked accumulator that are in transit at once
 
 
 @triton.jit
@@ -131,89 +130,62 @@ def _block(
 
 
 @triton.jit
-def _store_state(part_ml_ptr, slot, heads, head_mask, m, l, HEADS: tl.constexpr):
-    into = slot.to(tl.int64) * HEADS + heads
-    tl.store(part_ml_ptr + into * 2, m, mask=head_mask)
-    tl.store(part_ml_ptr + into * 2 + 1, l, mask=head_mask)
-
-
-@triton.jit
-def _store_columns(part_acc_ptr, slot, heads, head_mask, columns, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
-    into = slot.to(tl.int64) * HEADS + heads
-    tl.store(part_acc_ptr + into[:, None] * D_V + columns[None, :], acc, mask=head_mask[:, None])
-
-
-@triton.jit
-def _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, HEADS: tl.constexpr, D_V: tl.constexpr):
-    """Write the partial state of a program's heads to a slot."""
-    _store_state(part_ml_ptr, slot, heads, head_mask, m, l, HEADS)
-    _store_columns(part_acc_ptr, slot, heads, head_mask, tl.arange(0, D_V), acc, HEADS, D_V)
-
-
-@triton.jit
-def _store_out(out_ptr, lse_ptr, row, heads, head_mask, columns, out, lse, HEADS: tl.constexpr, D_V: tl.constexpr):
-    """Write a row's finished columns and LSE."""
-    into = row.to(tl.int64) * HEADS + heads
-    place = out_ptr + into[:, None] * D_V + columns[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None])
-    tl.store(lse_ptr + into, lse, mask=head_mask)
-
-
-@triton.jit
-def _columns(first, D_V: tl.constexpr):
-    """int32 [2 x LEAF]: the columns of an accumulator that the leaf beginning at column ``first`` of its halves
-    holds."""
-    place = tl.arange(0, 2 * LEAF)
-    return place // LEAF * (D_V // 2) + first + place % LEAF
-
-
-@triton.jit
-def _end_wide(
-    acc,
-    first,
-    a,
-    b,
-    skip,
-    begin,
-    fresh,
-    place,
-    parked,
-    part_acc_ptr,
-    heads,
-    head_mask,
-    HEADS: tl.constexpr,
-    D_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Fold a finished piece's accumulator into the parked one, or write it out, a leaf at a time.
-
-    acc: [ROWS, 2 x WIDTH], of either half of D_V the WIDTH columns from ``first``. It is cut by bits of the column that
-    lie in each thread's own registers, so that what waits between registers and memory is small."""
-    if WIDTH > LEAF:
-        low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, 2, WIDTH // 2)), (0, 1, 3, 2)))
-        low = tl.reshape(low, (ROWS, WIDTH))
-        high = tl.reshape(high, (ROWS, WIDTH))
-        HALF: tl.constexpr = WIDTH // 2
-        _end_wide(
-            low, first, a, b, skip, begin, fresh, place, parked, part_acc_ptr, heads, head_mask, HEADS, D_V, ROWS, HALF
-        )
-        first += HALF
-        _end_wide(
-            high, first, a, b, skip, begin, fresh, place, parked, part_acc_ptr, heads, head_mask, HEADS, D_V, ROWS, HALF
+def _put(place, value, there, DIRECT: tl.constexpr):
+    """tl.store of float32. DIRECT: each thread writes the values that it holds, one by one; tl.store would first trade
+    them between threads for wider writes, which takes longer than a small tile's writes. The interpreter has no such
+    thing."""
+    if DIRECT:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [place.to(tl.int64), value, there.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     else:
-        if begin == 0:
-            # Parked and read back in one layout, so by the same thread: no barrier.
-            mine = tl.arange(0, ROWS)[:, None] * (2 * LEAF) + tl.arange(0, 2 * LEAF)[None, :]
-            into = parked + first * (2 * ROWS) + mine
-            if not fresh:
-                old = tl.load(into)
-                new = tl.fma(old, tl.broadcast_to(a[:, None], old.shape), acc * b[:, None])
-                acc = tl.where(skip[:, None], old, new)
-            tl.store(into, acc)
+        tl.store(place, value, mask=there)
+
+
+@triton.jit
+def _store_parts(
+    part_acc_ptr, part_ml_ptr, slot, heads, head_mask, m, l, acc, HEADS: tl.constexpr, D_V: tl.constexpr, DIRECT: tl.constexpr
+):
+    """Write the partial state of a program's heads to a slot."""
+    into = slot.to(tl.int64) * HEADS + heads
+    _put(part_ml_ptr + into * 2, m, head_mask, DIRECT)
+    _put(part_ml_ptr + into * 2 + 1, l, head_mask, DIRECT)
+    _put(part_acc_ptr + into[:, None] * D_V + tl.arange(0, D_V)[None, :], acc, head_mask[:, None], DIRECT)
+
+
+@triton.jit
+def _fold_parked(parked, m, l, acc, run_m, run_l, fresh, DIRECT: tl.constexpr):
+    """The merge of `_merge`, of a running accumulator in memory with a finished piece. Each thread reads and writes the
+    places of the values that it holds, so that no value is traded and nothing waits; a piece without tokens has weight
+    0. fresh: nothing is parked yet."""
+    ROWS: tl.constexpr = acc.shape[0]
+    D_V: tl.constexpr = acc.shape[1]
+    m_new = tl.maximum(run_m, m)
+    base = _finite(m_new)
+    a = tl.exp2(run_m - base)
+    b = tl.exp2(m - base)
+    place = parked + tl.arange(0, ROWS)[:, None] * D_V + tl.arange(0, D_V)[None, :]
+    if fresh:
+        _put(place, acc, (tl.arange(0, ROWS) >= 0)[:, None], DIRECT)
+    else:
+        if DIRECT:
+            tl.inline_asm_elementwise(
+                """{ .reg .f32 old, new; ld.global.f32 old, [$1]; mul.rn.f32 new, $2, $4; fma.rn.f32 new, old, $3, new;
+                st.global.f32 [$1], new; mov.b32 $0, 0; }""",
+                "=r,l,f,f,f",
+                [place.to(tl.int64), acc, a[:, None], b[:, None]],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
         else:
-            _store_columns(part_acc_ptr, place, heads, head_mask, _columns(first, D_V), acc, HEADS, D_V)
+            tl.store(place, tl.fma(tl.load(place), tl.broadcast_to(a[:, None], acc.shape), acc * b[:, None]))
+    return m_new, tl.where(m == NO_MAX, run_l, tl.fma(run_l, a, l * b))
 
 
 @triton.jit
@@ -238,46 +210,19 @@ def _end_piece(
     HEADS: tl.constexpr,
     D_V: tl.constexpr,
     PARK: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
     """Where a piece ends, at ``edge``, fold it into the row's start or write it out, and begin the next, of ``chunk``
     blocks, from the empty state. PARK: the row's start waits in memory, and run_acc is not used."""
     if block + 1 == edge:
-        if PARK:
-            new_m = tl.maximum(run_m, m)
-            base = _finite(new_m)
-            a = tl.exp2(run_m - base)
-            b = tl.exp2(m - base)
-            skip = m == NO_MAX
-            _end_wide(
-                acc,
-                0,
-                a,
-                b,
-                skip,
-                begin,
-                block < chunk,
-                place,
-                parked,
-                part_acc_ptr,
-                heads,
-                head_mask,
-                HEADS,
-                D_V,
-                acc.shape[0],
-                D_V // 2,
-            )
-            if begin == 0:
-                run_l = tl.where(skip, run_l, tl.fma(run_l, a, l * b))
-                run_m = new_m
-            else:
-                _store_state(part_ml_ptr, place, heads, head_mask, m, l, HEADS)
-                place += 1
+        if begin != 0:
+            _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V, DIRECT)
+            place += 1
         else:
-            if begin == 0:
-                run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
+            if PARK:
+                run_m, run_l = _fold_parked(parked, m, l, acc, run_m, run_l, block < chunk, DIRECT)
             else:
-                _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V)
-                place += 1
+                run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
         m = tl.full(m.shape, NO_MAX, tl.float32)
         l = tl.zeros(l.shape, tl.float32)
         acc = tl.zeros(acc.shape, tl.float32)
@@ -330,6 +275,7 @@ def decode_kernel(
     HAS_SINK: tl.constexpr,
     UPCAST: tl.constexpr,
     PARK: tl.constexpr,
+    DIRECT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid: (kv_heads * tiles of a group's heads, programs). FOLDS: a row is cut into pieces of as many blocks as
@@ -427,6 +373,7 @@ def decode_kernel(
                     HEADS,
                     D_V,
                     PARK,
+                    DIRECT,
                 )
         if SECOND:
             for block in tl.range(tl.maximum(begin, first_blocks), end, num_stages=STAGES):
@@ -480,32 +427,26 @@ def decode_kernel(
                         HEADS,
                         D_V,
                         PARK,
+                        DIRECT,
                     )
+        if not FOLDS:
+            run_m, run_l, run_acc = m, l, acc
         if PARK:
-            if begin == 0:
-                tl.debug_barrier()  # every thread's share is parked before any other reads it
-                for leaf in range(0, D_V // 2, LEAF):
-                    mine = tl.arange(0, BLOCK_H)[:, None] * (2 * LEAF) + tl.arange(0, 2 * LEAF)[None, :]
-                    part = tl.load(parked + leaf * (2 * BLOCK_H) + mine)
-                    part = tl.where((run_m == NO_MAX)[:, None], 0.0, part)  # a row without tokens parked nothing
-                    columns = _columns(leaf, D_V)
-                    if slot < 0:
-                        out, lse = _finish(run_m, run_l, part, sink_ptr, heads, head_mask, HAS_SINK)
-                        _store_out(out_ptr, lse_ptr, row, heads, head_mask, columns, out, lse, HEADS, D_V)
-                    else:
-                        _store_columns(part_acc_ptr, slot, heads, head_mask, columns, part, HEADS, D_V)
-                if slot >= 0:
-                    _store_state(part_ml_ptr, slot, heads, head_mask, run_m, run_l, HEADS)
-                tl.debug_barrier()  # and read before the next row's is parked
+            tl.debug_barrier()  # every thread's share is parked before any other reads it
+            mine = parked + tl.arange(0, BLOCK_H)[:, None] * D_V + tl.arange(0, D_V)[None, :]
+            # Where a row has no tokens, or another program its start, nothing is parked.
+            run_acc = tl.load(mine, mask=(run_m > NO_MAX)[:, None], other=0.0)
+        if slot < 0:
+            out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
+            into = row.to(tl.int64) * HEADS + heads
+            target = out_ptr + into[:, None] * D_V + tl.arange(0, D_V)[None, :]
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None])
+            tl.store(lse_ptr + into, lse, mask=head_mask)
         else:
-            if not FOLDS:
-                run_m, run_l, run_acc = m, l, acc
-            if slot < 0:
-                out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
-                _store_out(out_ptr, lse_ptr, row, heads, head_mask, tl.arange(0, D_V), out, lse, HEADS, D_V)
-            else:
-                if (not FOLDS) or (begin == 0):
-                    _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V)
+            if (not FOLDS) or (begin == 0):
+                _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V, DIRECT)
+        if PARK:
+            tl.debug_barrier()  # and read before the next row's is parked
 
 
 @triton.jit
@@ -519,19 +460,42 @@ def _load_part(part_acc_ptr, part_ml_ptr, slot, head, there, HEADS: tl.constexpr
 
 
 @triton.jit
-def _fold_in_turn(m, l, acc, ms, ls, accs, N: tl.constexpr, D_V: tl.constexpr):
-    """A state [1], [1], [1, D_V] followed by N states, from left to right. They were read at once, and are told apart by
-    halving what each thread holds of them."""
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _chain(total, weights, terms, N: tl.constexpr, D_V: tl.constexpr):
+    """total = fma(total, weight, term) N times in turn, all [N, D_V], which are told apart by halving what each thread
+    holds of them; total is [1, D_V]."""
     if N == 1:
-        m, l, acc = _merge(m, l, acc, ms, ls, accs)
+        total = tl.fma(total, weights, terms)
     else:
         HALF: tl.constexpr = N // 2
-        m_left, m_right = tl.split(tl.permute(tl.reshape(ms, (2, HALF)), (1, 0)))
-        l_left, l_right = tl.split(tl.permute(tl.reshape(ls, (2, HALF)), (1, 0)))
-        left, right = tl.split(tl.permute(tl.reshape(accs, (2, HALF, D_V)), (1, 2, 0)))
-        m, l, acc = _fold_in_turn(m, l, acc, m_left, l_left, left, HALF, D_V)
-        m, l, acc = _fold_in_turn(m, l, acc, m_right, l_right, right, HALF, D_V)
-    return m, l, acc
+        weights, later_weights = tl.split(tl.permute(tl.reshape(weights, (2, HALF, D_V)), (1, 2, 0)))
+        terms, later_terms = tl.split(tl.permute(tl.reshape(terms, (2, HALF, D_V)), (1, 2, 0)))
+        total = _chain(total, weights, terms, HALF, D_V)
+        total = _chain(total, later_weights, later_terms, HALF, D_V)
+    return total
+
+
+@triton.jit
+def _fold_in_turn(m, l, acc, slots, end, part_acc_ptr, part_ml_ptr, head, HEADS: tl.constexpr, D_V: tl.constexpr):
+    """A state [1], [1], [1, D_V] followed by those in the slots before ``end``, from left to right, as `_merge` does it
+    one by one. The maxima are exact in any order, so all weights are known at once and only the sums wait for each other;
+    an empty state has weight 0."""
+    N: tl.constexpr = slots.shape[0]
+    ms, ls, accs = _load_part(part_acc_ptr, part_ml_ptr, slots, head, slots < end, HEADS, D_V)
+    earlier = (slots < end) & (tl.arange(0, N) > 0)
+    before = tl.load(part_ml_ptr + ((slots - 1).to(tl.int64) * HEADS + head) * 2, mask=earlier, other=NO_MAX)
+    before = tl.maximum(tl.associative_scan(before, 0, _larger), m)
+    after = tl.maximum(before, ms)
+    base = _finite(after)
+    a = tl.broadcast_to(tl.exp2(before - base)[:, None], accs.shape)
+    b = tl.exp2(ms - base)
+    acc = _chain(acc, a, accs * b[:, None], N, D_V)
+    sums = _chain(tl.broadcast_to(l[:, None], acc.shape), a, tl.broadcast_to((ls * b)[:, None], accs.shape), N, D_V)
+    return tl.maximum(m, tl.max(ms, 0)), tl.max(sums, 1), acc
 
 
 @triton.jit
@@ -569,8 +533,7 @@ def combine_kernel(
     if FOLD == "left":
         for start in range(1, count, AHEAD):
             slots = first + start + tl.arange(0, AHEAD)
-            parts = _load_part(part_acc_ptr, part_ml_ptr, slots, head, slots < first + count, HEADS, D_V)
-            m, l, acc = _fold_in_turn(m, l, acc, parts[0], parts[1], parts[2], AHEAD, D_V)
+            m, l, acc = _fold_in_turn(m, l, acc, slots, first + count, part_acc_ptr, part_ml_ptr, head, HEADS, D_V)
     if FOLD == "pairwise":
         stride = 1
         while stride < count:

@@ -14,6 +14,7 @@ import torch
 from ...common import BadInput, data_path
 from ..counters import arrival_counters
 
+MARKS = ("tma", "swap", "ws")
 STEP = 128  # segments are whole multiples of this many products; every block_k divides it
 
 
@@ -21,7 +22,7 @@ STEP = 128  # segments are whole multiples of this many products; every block_k 
 class Config:
     """One launch shape. form: "parallel" (a program a segment) or "in-turn" (a program a tile, its segments one after
     another); tma: tiles are fetched by tensor descriptors; swap: the weight is the first operand, so that few rows fill
-    the narrow side of the tensor core."""
+    the narrow side of the tensor core; ws: some warps fetch and the others multiply (with tma, parallel)."""
 
     form: str
     block_m: int
@@ -31,9 +32,10 @@ class Config:
     stages: int
     tma: bool = False
     swap: bool = False
+    ws: bool = False
 
     def __str__(self) -> str:
-        marks = (" tma" if self.tma else "") + (" swap" if self.swap else "")
+        marks = "".join(f" {mark}" for mark in MARKS if getattr(self, mark))
         return f"{self.form} {self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}{marks}"
 
     @classmethod
@@ -43,14 +45,16 @@ class Config:
             form, blocks, warps, stages, *marks = text.split()
             block_m, block_n, block_k = (int(size) for size in blocks.split("x"))
             found = cls(
-                form, block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), "tma" in marks, "swap" in marks
+                form, block_m, block_n, block_k, int(warps[1:]), int(stages[1:]), *(mark in marks for mark in MARKS)
             )
         except (ValueError, TypeError) as error:
             raise BadInput(f"{text!r} is no configuration: write it as 'parallel 16x64x128 w4 s4 tma swap'.") from error
-        if form not in ("parallel", "in-turn") or set(marks) - {"tma", "swap"} or STEP % found.block_k:
+        if form not in ("parallel", "in-turn") or set(marks) - set(MARKS) or STEP % found.block_k:
             raise BadInput(
-                f"{text!r} is no configuration: parallel or in-turn, block_k a divisor of {STEP}, marks tma, swap."
+                f"{text!r} is no configuration: parallel or in-turn, block_k a divisor of {STEP}, marks {', '.join(MARKS)}."
             )
+        if found.ws and not (found.tma and form == "parallel"):
+            raise BadInput(f"{text!r} is no configuration: ws goes with parallel and tma.")
         return found
 
 
@@ -173,6 +177,7 @@ def matmul(
     )
     arrived = arrival_counters(x.device, tiles)
     kernels.parallel[(tiles_n, count, tiles_m)](
-        a, b, bias, y, parts, arrived, M, N, K, length, count, **shape, SPLIT=split, SWAP=config.swap, **marks, **launch
+        a, b, bias, y, parts, arrived, M, N, K, length, count, **shape, SPLIT=split, GROUP=8, SWAP=config.swap,
+        WS=config.ws and tma, **marks, **launch
     )
     return y

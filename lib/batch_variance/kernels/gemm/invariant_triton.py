@@ -61,6 +61,17 @@ def _store(y, bias, total, m, n, M, N, BIAS: tl.constexpr):
     tl.store(y + m.to(tl.int64) * N + n, total.to(y.dtype.element_ty), mask=(m < M) & (n < N))
 
 
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles are gone through column by column, so that neighbours in time share
+    what they read."""
+    group = tile // (GROUP * tiles_n)
+    first = group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % height, inside // height
+
+
 @triton.jit(do_not_specialize=["M", "segment", "segments"])  # one binary for every row count
 def parallel(
     x,
@@ -78,22 +89,27 @@ def parallel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    WS: tl.constexpr,
 ):
-    """Grid: (tiles of n, segments, tiles of m). parts: float32 [tiles, segments, BLOCK_M * BLOCK_N]; arrived: int32
+    """Grid: (tiles of n, segments, tiles of m). WS: some warps fetch, the others multiply. parts: float32 [tiles, segments, BLOCK_M * BLOCK_N]; arrived: int32
     [tiles], zero before and after; segment counts steps of 128 (so that its multiples are known to be aligned)."""
-    n0 = tl.program_id(0) * BLOCK_N
+    tiles_n = tl.num_programs(0)
+    tile = tl.program_id(2) * tiles_n + tl.program_id(0)
     part = tl.program_id(1)
-    m0 = tl.program_id(2) * BLOCK_M
+    tile_m, tile_n = _place(tile, tl.num_programs(2), tiles_n, GROUP)
+    m0 = tile_m * BLOCK_M
+    n0 = tile_n * BLOCK_N
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     begin = part * segment * 128
-    for k in tl.range(begin, tl.minimum(begin + segment * 128, K), BLOCK_K):
+    for k in tl.range(begin, tl.minimum(begin + segment * 128, K), BLOCK_K, warp_specialize=WS):
         total = _product(x, w, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA, SWAP, EVEN)
     if SWAP:
         m = m0 + tl.arange(0, BLOCK_M)[None, :]
@@ -104,7 +120,6 @@ def parallel(
         n = n0 + tl.arange(0, BLOCK_N)[None, :]
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if SPLIT:
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         mine = parts + tile.to(tl.int64) * segments * (BLOCK_M * BLOCK_N) + inside
         tl.store(mine + part * (BLOCK_M * BLOCK_N), total)
         tl.debug_barrier()  # every thread's share is written before one thread says so
@@ -201,11 +216,9 @@ def in_turn(
             item += 1
             tile = program + (item // SEGMENTS) * programs
             seg = item % SEGMENTS
-            group = tile // (GROUP * tiles_n)
-            first = group * GROUP
-            height = tl.minimum(tiles_m - first, GROUP)
-            m0 = (first + (tile % (GROUP * tiles_n)) % height) * BLOCK_M
-            n0 = ((tile % (GROUP * tiles_n)) // height) * BLOCK_N
+            tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+            m0 = tile_m * BLOCK_M
+            n0 = tile_n * BLOCK_N
         k = seg * segment * 128 + step * BLOCK_K
         total = _product(x, w, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA, False, EVEN)
         if step == steps - 1:
