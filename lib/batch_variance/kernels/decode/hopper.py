@@ -327,6 +327,7 @@ def decode_kernel(
                     l = gl.zeros([64], gl.float32, OF_DEALT)
                     opening = block + 1
                     edge = gl.minimum(edge + chunk, end)
+        async_copy.wait_group(0)  # nothing is on its way but what a segment without blocks has begun
         if FOLDS:
             if begin == 0:
                 LAYOUT: gl.constexpr = _by_thread(acc).type.layout
