@@ -28,6 +28,7 @@ DEALT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # 4 lane
 Q_TAIL = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 OF_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
 OF_OUTPUT = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
+OF_Q_TAIL = gl.constexpr(gl.SliceLayout(1, Q_TAIL.value))
 OF_DEALT = gl.constexpr(gl.SliceLayout(1, DEALT.value))
 
 
@@ -50,6 +51,33 @@ def _row_sum(p, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _seek(segments_ptr, length_ptr, segment, last_segment):
+    """From ``segment`` on the first one that has blocks: its number, row, first block, end, and the row's length."""
+    row = 0
+    block = 0
+    end = 0
+    while (segment < last_segment) & (block >= end):
+        row = gl.load(segments_ptr + segment * 4)
+        block = gl.load(segments_ptr + segment * 4 + 1)
+        end = gl.load(segments_ptr + segment * 4 + 2)
+        segment += (block >= end).to(gl.int32)
+    length = gl.load(length_ptr + row, mask=segment < last_segment, other=0)
+    return segment, row, block, end, length
+
+
+@gluon.jit
+def _copy_queries(queries, q_head, segments_ptr, segment, last_segment, HEADS: gl.constexpr):
+    """Begin to copy a segment's queries, what their tails are aside, if there is such a segment and it has blocks."""
+    if segment < last_segment:
+        row = gl.load(segments_ptr + segment * 4)
+        if gl.load(segments_ptr + segment * 4 + 1) < gl.load(segments_ptr + segment * 4 + 2):
+            rows = q_head + row.to(gl.int64) * (HEADS * 576) + gl.arange(0, 64, layout=OF_COPY)[:, None] * 576
+            main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
+            async_copy.async_copy_global_to_shared(queries, rows + main[None, :])
+            async_copy.commit_group()
+
+
+@gluon.jit
 def _entries(table_ptr, table_row, block, length, PAGE: gl.constexpr, SPARSE: gl.constexpr):
     """int32 [64]: what the table has for a block's tokens, their places or pages; nothing is done with them yet, so
     that nothing waits for them."""
@@ -66,26 +94,27 @@ def _copy_block(
     keys,
     tails,
     seen,
+    buffer,
     keys_ptr,
-    entry,
+    entries,
     block,
     length,
     places,
     PAGE: gl.constexpr,
     SPARSE: gl.constexpr,
 ):
-    """Begin to copy a block of keys, zeros for tokens that are not there, and note which are."""
+    """Begin to copy a block of keys into a buffer, zeros for tokens that are not there, and note which are."""
     tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
-    place = entry
+    place = entries
     if not SPARSE:
-        place = entry * PAGE + tokens % PAGE
+        place = entries * PAGE + tokens % PAGE
     valid = (tokens < length) & (place >= 0) & (place < places)
-    seen.store(valid.to(gl.int32))
+    seen.index(buffer).store(valid.to(gl.int32))
     start = keys_ptr + gl.where(valid, place, 0).to(gl.int64) * 576
     main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
     tail = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)) + 512
-    async_copy.async_copy_global_to_shared(keys, start[:, None] + main[None, :], mask=valid[:, None])
-    async_copy.async_copy_global_to_shared(tails, start[:, None] + tail[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(keys.index(buffer), start[:, None] + main[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(tails.index(buffer), start[:, None] + tail[None, :], mask=valid[:, None])
     async_copy.commit_group()
 
 
@@ -187,6 +216,43 @@ def _end_row(
         _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
 
 
+@gluon.jit
+def _end_piece(
+    m,
+    l,
+    acc,
+    run_m,
+    run_l,
+    place,
+    begin,
+    fresh,
+    part_acc_ptr,
+    part_ml_ptr,
+    parked,
+    first_head,
+    heads,
+    HEADS: gl.constexpr,
+):
+    """Fold a finished piece into the row's start, or write it to its slot. fresh: it is the row's first."""
+    if begin == 0:
+        new_m = gl.maximum(run_m, m)
+        base = _finite(new_m)
+        a = gl.exp2(run_m - base)
+        b = gl.exp2(m - base)
+        empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
+        skip = (empty & (fresh == 0))[:, None].broadcast_to([64, 512])
+        wide_a = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
+        acc = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
+        _park(_by_thread(acc), _by_thread(wide_a), _by_thread(skip), parked, fresh, 32)
+        run_l = gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b))
+        run_m = new_m
+    else:
+        _store_state(part_ml_ptr, place, heads, m, l, HEADS)
+        _store_rows(part_acc_ptr, place, first_head, acc, HEADS)
+        place += 1
+    return run_m, run_l, place
+
+
 @gluon.jit(do_not_specialize=["table_stride", "places"])
 def decode_kernel(
     q_ptr,
@@ -222,66 +288,86 @@ def decode_kernel(
 
     first_head = gl.program_id(0) * 64
     heads = first_head + gl.arange(0, 64, layout=OF_DEALT)
+    q_head = q_ptr + first_head * 576
     program = gl.program_id(1)
     parked = parked_ptr + (program * gl.num_programs(0) + gl.program_id(0)).to(gl.int64) * (64 * 512)
     first_segment = gl.load(starts_ptr + program)
     last_segment = gl.load(starts_ptr + program + 1)
+
+    # The block that is copied next, of this segment or of a later one, and the table's entries for it.
+    ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+        segments_ptr, length_ptr, first_segment, last_segment
+    )
+    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+    now = 1  # the buffer of the block that is worked on
+    _copy_queries(queries, q_head, segments_ptr, first_segment, last_segment, HEADS)
+    if ahead < last_segment:
+        _copy_block(keys, tails, seen, 0, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE)
+    ahead_block += 1
+    if ahead_block >= ahead_end:
+        ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+            segments_ptr, length_ptr, ahead + 1, last_segment
+        )
+    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
     for segment in range(first_segment, last_segment):
         row = gl.load(segments_ptr + segment * 4)
         begin = gl.load(segments_ptr + segment * 4 + 1)
         end = gl.load(segments_ptr + segment * 4 + 2)
         slot = gl.load(segments_ptr + segment * 4 + 3)
         chunk = gl.load(chunks_ptr + row)
-        length = gl.load(length_ptr + row)
-        table_row = row * table_stride
-
-        q_row = q_ptr + (row.to(gl.int64) * HEADS + first_head) * 576
-        q_rows = q_row + gl.arange(0, 64, layout=OF_COPY)[:, None] * 576
-        async_copy.async_copy_global_to_shared(
-            queries, q_rows + gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))[None, :]
-        )
-        q_tail_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, Q_TAIL))[:, None] * 576
-        q_tail = gl.load(q_row + 512 + q_tail_rows + gl.arange(0, 64, layout=gl.SliceLayout(0, Q_TAIL))[None, :])
-
-        entry = _entries(table_ptr, table_row, begin, length, PAGE, SPARSE)
-        _copy_block(
-            keys.index(0), tails.index(0), seen.index(0), keys_ptr, entry, begin, length, places, PAGE, SPARSE
-        )
-        entry = _entries(table_ptr, table_row, begin + 1, length, PAGE, SPARSE)
-
+        q_tail_rows = q_head + row.to(gl.int64) * (HEADS * 576) + gl.arange(0, 64, layout=OF_Q_TAIL)[:, None] * 576
+        q_tail = gl.load(q_tail_rows + gl.arange(512, 576, layout=gl.SliceLayout(0, Q_TAIL))[None, :])
         run_m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
         run_l = gl.zeros([64], gl.float32, OF_DEALT)
         m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
         l = gl.zeros([64], gl.float32, OF_DEALT)
         acc = gl.zeros([64, 512], gl.float32, OUTPUT)
         place = slot
-        opening = begin  # the piece's first block
         edge = end
         if FOLDS:
             edge = gl.minimum(begin + chunk, end)
         for block in range(begin, end):
-            now = (block - begin) & 1
             async_copy.wait_group(0)
-            if block + 1 < end:
+            now ^= 1
+            if ahead < last_segment:
                 _copy_block(
-                    keys.index(1 - now),
-                    tails.index(1 - now),
-                    seen.index(1 - now),
-                    keys_ptr,
-                    entry,
-                    block + 1,
-                    length,
-                    places,
-                    PAGE,
-                    SPARSE,
+                    keys, tails, seen, now ^ 1, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE
                 )
-            entry = _entries(table_ptr, table_row, block + 2, length, PAGE, SPARSE)
+            ahead_block += 1
+            if ahead_block >= ahead_end:
+                ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+                    segments_ptr, length_ptr, ahead + 1, last_segment
+                )
+            entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
             hopper.fence_async_shared()
             scores = gl.zeros([64, 64], gl.float32, SCORES)
             scores = hopper.warpgroup_mma(
                 queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
             )
             scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
+            opens = block == begin
+            if FOLDS:
+                if block == edge:  # the block before ended a piece: away with it while the scores are computed
+                    run_m, run_l, place = _end_piece(
+                        m,
+                        l,
+                        acc,
+                        run_m,
+                        run_l,
+                        place,
+                        begin,
+                        edge <= chunk,
+                        part_acc_ptr,
+                        part_ml_ptr,
+                        parked,
+                        first_head,
+                        heads,
+                        HEADS,
+                    )
+                    m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
+                    l = gl.zeros([64], gl.float32, OF_DEALT)
+                    opens = True
+                    edge = gl.minimum(edge + chunk, end)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores])
 
             scores = gl.convert_layout(scores, DEALT)
@@ -296,39 +382,30 @@ def decode_kernel(
             factors.store(alpha)
             hopper.fence_async_shared()
             acc = acc * factors.load(OF_OUTPUT)[:, None]
-            acc = hopper.warpgroup_mma(weights, keys.index(now), acc, use_acc=block != opening, is_async=True)
+            acc = hopper.warpgroup_mma(weights, keys.index(now), acc, use_acc=opens == 0, is_async=True)
             l = gl.fma(l, alpha, _row_sum(p, 64, 64))
             m = m_new
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
 
-            if FOLDS:
-                if block + 1 == edge:
-                    if begin == 0:
-                        new_m = gl.maximum(run_m, m)
-                        run_base = _finite(new_m)
-                        a = gl.exp2(run_m - run_base)
-                        b = gl.exp2(m - run_base)
-                        fresh = block < chunk
-                        empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
-                        skip = empty & (block >= chunk)
-                        a_wide = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
-                        skip_wide = skip[:, None].broadcast_to([64, 512])
-                        folded = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
-                        _park(
-                            _by_thread(folded), _by_thread(a_wide), _by_thread(skip_wide), parked, fresh, 32
-                        )
-                        run_l = gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b))
-                        run_m = new_m
-                    else:
-                        _store_state(part_ml_ptr, place, heads, m, l, HEADS)
-                        _store_rows(part_acc_ptr, place, first_head, acc, HEADS)
-                        place += 1
-                    m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
-                    l = gl.zeros([64], gl.float32, OF_DEALT)
-                    opening = block + 1
-                    edge = gl.minimum(edge + chunk, end)
-        async_copy.wait_group(0)  # nothing is on its way but what a segment without blocks has begun
+        _copy_queries(queries, q_head, segments_ptr, segment + 1, last_segment, HEADS)
         if FOLDS:
+            if begin < end:
+                run_m, run_l, place = _end_piece(
+                    m,
+                    l,
+                    acc,
+                    run_m,
+                    run_l,
+                    place,
+                    begin,
+                    edge <= chunk,
+                    part_acc_ptr,
+                    part_ml_ptr,
+                    parked,
+                    first_head,
+                    heads,
+                    HEADS,
+                )
             if begin == 0:
                 LAYOUT: gl.constexpr = _by_thread(acc).type.layout
                 total = _by_place(gl.load(parked + _threads(32, LAYOUT)))
