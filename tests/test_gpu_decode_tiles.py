@@ -9,6 +9,7 @@ from batch_variance.kernels.decode.launch import DevicePlan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 LENGTHS = [1025, 0, 1, 63, 64, 65, 255, 256, 257, 2048, 511, 130]
+WARPGROUPS = Tile(64, 8, 2, "warpgroups")
 SHAPES = {
     "grouped": (
         dict(heads=64, kv_heads=8, d_qk=128, d_v=128),
@@ -20,11 +21,15 @@ SHAPES = {
     ),
     "latent": (
         dict(heads=64, d_qk=576, d_v=512),
-        [Tile(32, 8, 5), Tile(32, 8, 2), Tile(16, 8, 3), Tile(16, 4, 3), Tile(64, 8, 2), Tile(64, 8, 1)],
+        [Tile(32, 8, 5), Tile(32, 8, 2), Tile(16, 8, 3), Tile(16, 4, 3), Tile(64, 8, 2), Tile(64, 8, 1), WARPGROUPS],
+    ),
+    "latent, sparse, one cache": (
+        dict(heads=128, d_qk=576, d_v=512, sparse=True, invalid=0.1, sink=True),
+        [Tile(32, 8, 5), Tile(64, 8, 2), WARPGROUPS],
     ),
     "latent, sparse": (
         dict(heads=128, d_qk=576, d_v=512, sparse=True, extra_lengths=[70, 3, 0] * 4, invalid=0.1),
-        [Tile(32, 8, 5), Tile(16, 4, 3), Tile(64, 8, 2)],
+        [Tile(32, 8, 5), Tile(16, 4, 3), Tile(64, 8, 2), WARPGROUPS],
     ),
 }
 
@@ -58,7 +63,7 @@ def test_no_tile_leaves_a_trace(shape, rule):
 def test_another_tree_does():
     options, tiles = SHAPES["latent"]
     inputs = random_inputs(LENGTHS, dtype=torch.bfloat16, device="cuda", **options)
-    assert not torch.equal(bits(inputs, "free-4", 40, tiles[-2])[0], bits(inputs, "free-8", 40, tiles[-2])[0])
+    assert not torch.equal(bits(inputs, "free-4", 40, WARPGROUPS)[0], bits(inputs, "free-8", 40, WARPGROUPS)[0])
 
 
 def test_not_finite_keys_and_values_stay_in_their_row():

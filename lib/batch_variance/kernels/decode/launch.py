@@ -49,12 +49,14 @@ class DevicePlan:
 @dataclass(frozen=True)
 class Tile:
     """Launch shape. heads: query heads a program holds at once (16 at least, a power of two); stages: depth of the load
-    pipeline, where a page's address costs every second one. No tile leaves a trace in the bits: choose as freely as an
-    autotuner likes."""
+    pipeline, where a page's address costs every second one; form: ``portable`` for the Triton kernel, or ``warpgroups``
+    for the one of ``hopper``, of 64 heads and 8 warps, where ``fits_hopper`` says that it can (the Triton kernel
+    elsewhere). No tile leaves a trace in the bits: choose as freely as an autotuner likes."""
 
     heads: int
     warps: int
     stages: int
+    form: str = "portable"
 
     def parks(self, d_v: int) -> bool:
         """Whether one accumulator fills so many of a thread's registers that what is folded must wait in memory."""
@@ -66,6 +68,18 @@ def default_tile(inputs: DecodeInputs) -> Tile:
     if inputs.latent and inputs.d_v >= 256:
         return Tile(heads=32, warps=8, stages=5)
     return Tile(heads=16, warps=4, stages=5)
+
+
+def fits_hopper(inputs: DecodeInputs, block_size: int) -> bool:
+    """Whether the inputs have the shape that ``hopper`` is written for: one latent cache of 512 + 64 numbers a token in
+    16 bits, query heads by the 64, blocks of 64 tokens."""
+    return (
+        inputs.latent
+        and len(inputs.caches) == 1
+        and (inputs.q.shape[2], inputs.d_v, block_size) == (576, 512, 64)
+        and inputs.heads % 64 == 0
+        and inputs.q.dtype != torch.float32
+    )
 
 
 def programs_for(inputs: DecodeInputs, sms: int, tile: Tile | None = None, per_sm: int | None = None) -> int:
@@ -112,51 +126,56 @@ def launch(
     def pointers(cache):
         return cache.keys, cache.keys if cache.values is None else cache.values, cache.table, cache.lengths
 
-    grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
-    parked = None
-    if plan.plan.folds and tile.parks(inputs.d_v):
-        parked = torch.empty(grid[0] * grid[1] * tile.heads * inputs.d_v, dtype=torch.float32, device=inputs.q.device)
-    kernels.decode_kernel[grid](
-        inputs.q,
-        *pointers(first),
-        *pointers(second),
-        lse if sink is None else sink,
-        plan.segments,
-        plan.program_starts,
-        plan.chunks,
-        out,
-        lse,
-        workspace.accumulators,
-        workspace.states,
-        workspace.accumulators if parked is None else parked,
-        inputs.scale * LOG2E,
-        first.table.stride(0),
-        second.table.stride(0),
-        first.places,
-        second.places,
-        HEADS=inputs.heads,
-        KV_HEADS=inputs.kv_heads,
-        GROUP=group,
-        PAGE=first.keys.shape[1],
-        PAGE2=second.keys.shape[1],
-        D_QK=inputs.q.shape[2],
-        D_V=inputs.d_v,
-        D_MAIN=main,
-        TAIL=tail,
-        BLOCK=plan.plan.block_size,
-        BLOCK_H=tile.heads,
-        FOLDS=plan.plan.folds,
-        LATENT=inputs.latent,
-        SPARSE=inputs.sparse,
-        SECOND=len(inputs.caches) == 2,
-        HAS_SINK=sink is not None,
-        UPCAST=inputs.q.dtype == torch.float32,
-        PARK=parked is not None,
-        DIRECT=inputs.q.device.type == "cuda",
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    if tile.form == "warpgroups" and fits_hopper(inputs, plan.plan.block_size):
+        from . import hopper
+
+        hopper.decode(inputs, plan, workspace, lse if sink is None else sink, out, lse)
+    else:
+        grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
+        parked = None
+        if plan.plan.folds and tile.parks(inputs.d_v):
+            parked = torch.empty(grid[0] * grid[1] * tile.heads * inputs.d_v, dtype=torch.float32, device=inputs.q.device)
+        kernels.decode_kernel[grid](
+            inputs.q,
+            *pointers(first),
+            *pointers(second),
+            lse if sink is None else sink,
+            plan.segments,
+            plan.program_starts,
+            plan.chunks,
+            out,
+            lse,
+            workspace.accumulators,
+            workspace.states,
+            workspace.accumulators if parked is None else parked,
+            inputs.scale * LOG2E,
+            first.table.stride(0),
+            second.table.stride(0),
+            first.places,
+            second.places,
+            HEADS=inputs.heads,
+            KV_HEADS=inputs.kv_heads,
+            GROUP=group,
+            PAGE=first.keys.shape[1],
+            PAGE2=second.keys.shape[1],
+            D_QK=inputs.q.shape[2],
+            D_V=inputs.d_v,
+            D_MAIN=main,
+            TAIL=tail,
+            BLOCK=plan.plan.block_size,
+            BLOCK_H=tile.heads,
+            FOLDS=plan.plan.folds,
+            LATENT=inputs.latent,
+            SPARSE=inputs.sparse,
+            SECOND=len(inputs.caches) == 2,
+            HAS_SINK=sink is not None,
+            UPCAST=inputs.q.dtype == torch.float32,
+            PARK=parked is not None,
+            DIRECT=inputs.q.device.type == "cuda",
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     if plan.plan.num_slots:
         kernels.combine_kernel[(inputs.batch, inputs.heads)](
             plan.slot_starts,
@@ -189,6 +208,10 @@ def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) ->
     ):
         if width and (width < 16 or width & (width - 1)):
             raise BadInput(f"{name} is {width}: the kernels take powers of two from 16.")
+    if tile.form not in ("portable", "warpgroups"):
+        raise BadInput(f"tile.form is {tile.form!r}: give portable or warpgroups.")
+    if tile.form == "warpgroups" and (tile.heads, tile.warps) != (64, 8):
+        raise BadInput(f"a tile of warpgroups has {tile.heads} heads and {tile.warps} warps: give 64 and 8.")
     if workspace is not None:
         slots = min(workspace.accumulators.shape[0], workspace.states.shape[0])
         if slots < plan.num_slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:

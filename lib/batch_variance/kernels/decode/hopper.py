@@ -1,0 +1,482 @@
+"""Latent split-KV decode for two warpgroups of a Hopper GPU, in Gluon: the arithmetic of ``triton.decode_kernel``, step
+for step, under a schedule of its own.
+
+While a block of keys is worked on, the next one is copied into the other of two buffers, and the numbers of the one
+after that are on their way to registers. Each warpgroup computes half of a block's scores and owns half of the
+accumulator's columns; between the two the scores are dealt out by rows, so that a row's maximum and sum need no shared
+memory. What is folded of a row waits in memory, parked by the thread that reads it back.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .reference import LOG2E
+
+LN2 = gl.constexpr(0.6931471805599453)
+NO_MAX = gl.constexpr(float("-inf"))
+LEAF = gl.constexpr(4)  # quadruples of a thread's parked numbers that are in transit at once
+
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 8 lanes copy 128 bytes of a token
+DEALT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # 4 lanes hold a row of scores
+Q_TAIL = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+OF_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
+OF_OUTPUT = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
+OF_Q_TAIL = gl.constexpr(gl.SliceLayout(1, Q_TAIL.value))
+OF_DEALT = gl.constexpr(gl.SliceLayout(1, DEALT.value))
+
+
+@gluon.jit
+def _finite(m):
+    """The running maximum with an empty state's minus infinity replaced by 0."""
+    return gl.where(m == NO_MAX, 0.0, m)
+
+
+@gluon.jit
+def _row_sum(p, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    """Sums of [HEIGHT, WIDTH] over columns by the tree of ``triton._row_sum``."""
+    STEPS: gl.constexpr = WIDTH.bit_length() - 1
+    for step in gl.static_range(STEPS):
+        if WIDTH >> step > 32:
+            p = gl.sum(gl.reshape(p, (HEIGHT, 2, WIDTH >> (step + 1))), 1)
+        else:
+            p = gl.sum(gl.reshape(p, (HEIGHT, WIDTH >> (step + 1), 2)), 2)
+    return gl.convert_layout(gl.reshape(p, (HEIGHT,)), OF_DEALT, assert_trivial=True)
+
+
+@gluon.jit
+def _seek(segments_ptr, length_ptr, segment, last_segment):
+    """From ``segment`` on the first one that has blocks: its number, row, first block, end, and the row's length."""
+    row = 0
+    block = 0
+    end = 0
+    while (segment < last_segment) & (block >= end):
+        row = gl.load(segments_ptr + segment * 4)
+        block = gl.load(segments_ptr + segment * 4 + 1)
+        end = gl.load(segments_ptr + segment * 4 + 2)
+        segment += (block >= end).to(gl.int32)
+    length = gl.load(length_ptr + row, mask=segment < last_segment, other=0)
+    return segment, row, block, end, length
+
+
+@gluon.jit
+def _copy_queries(queries, q_head, segments_ptr, segment, last_segment, HEADS: gl.constexpr):
+    """Begin to copy a segment's queries, what their tails are aside, if there is such a segment and it has blocks."""
+    if segment < last_segment:
+        row = gl.load(segments_ptr + segment * 4)
+        if gl.load(segments_ptr + segment * 4 + 1) < gl.load(segments_ptr + segment * 4 + 2):
+            rows = q_head + row.to(gl.int64) * (HEADS * 576) + gl.arange(0, 64, layout=OF_COPY)[:, None] * 576
+            main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
+            async_copy.async_copy_global_to_shared(queries, rows + main[None, :])
+            async_copy.commit_group()
+
+
+@gluon.jit
+def _entries(table_ptr, table_row, block, length, PAGE: gl.constexpr, SPARSE: gl.constexpr):
+    """int32 [64]: what the table has for a block's tokens, their places or pages; nothing is done with them yet, so
+    that nothing waits for them."""
+    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
+    if SPARSE:
+        entry = gl.load(table_ptr + table_row + tokens, mask=tokens < length, other=-1)
+    else:
+        entry = gl.load(table_ptr + table_row + tokens // PAGE, mask=tokens < length, other=0)
+    return entry
+
+
+@gluon.jit
+def _copy_block(
+    keys,
+    tails,
+    seen,
+    buffer,
+    keys_ptr,
+    entries,
+    block,
+    length,
+    places,
+    PAGE: gl.constexpr,
+    SPARSE: gl.constexpr,
+):
+    """Begin to copy a block of keys into a buffer, zeros for tokens that are not there, and note which are."""
+    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
+    place = entries
+    if not SPARSE:
+        place = entries * PAGE + tokens % PAGE
+    valid = (tokens < length) & (place >= 0) & (place < places)
+    seen.index(buffer).store(valid.to(gl.int32))
+    start = keys_ptr + gl.where(valid, place, 0).to(gl.int64) * 576
+    main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
+    tail = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)) + 512
+    async_copy.async_copy_global_to_shared(keys.index(buffer), start[:, None] + main[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(tails.index(buffer), start[:, None] + tail[None, :], mask=valid[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _by_thread(x):
+    """[64, 512] as the accumulator lies in threads, seen as [32, 1024]: a thread holds all of a column, and of a row
+    four neighbours."""
+    x = gl.reshape(x, (4, 2, 8, 2, 32, 4, 2))
+    return gl.reshape(gl.permute(x, (4, 0, 3, 2, 5, 1, 6)), (32, 1024))
+
+
+@gluon.jit
+def _by_place(x):
+    """What ``_by_thread`` has seen so, as [64, 512] again."""
+    x = gl.reshape(x, (32, 4, 2, 8, 4, 2, 2))
+    x = gl.reshape(gl.permute(x, (1, 5, 3, 2, 0, 4, 6)), (64, 512))
+    return gl.convert_layout(x, OUTPUT, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(x, HEIGHT: gl.constexpr):
+    """The upper and the lower half of [HEIGHT, 1024]."""
+    return gl.split(gl.permute(gl.reshape(x, (2, HEIGHT // 2, 1024)), (1, 2, 0)))
+
+
+@gluon.jit
+def _park(acc, a, skip, into, fresh, HEIGHT: gl.constexpr):
+    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked.
+
+    a: factor of what is parked; skip: where that stays as it is; fresh: nothing is parked yet."""
+    if HEIGHT > LEAF:
+        upper, lower = _halves(acc, HEIGHT)
+        upper_a, lower_a = _halves(a, HEIGHT)
+        upper_skip, lower_skip = _halves(skip, HEIGHT)
+        HALF: gl.constexpr = HEIGHT // 2
+        _park(upper, upper_a, upper_skip, into, fresh, HALF)
+        _park(lower, lower_a, lower_skip, into + HALF * 1024, fresh, HALF)
+    else:
+        LAYOUT: gl.constexpr = acc.type.layout
+        place = into + _threads(HEIGHT, LAYOUT)
+        old = gl.load(place, mask=fresh == 0, other=0.0)
+        gl.store(place, gl.where(skip, old, gl.fma(old, a, acc)))
+
+
+@gluon.jit
+def _threads(HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+    """int32 [HEIGHT, 1024]: where parked numbers lie."""
+    rows = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
+    lanes = gl.arange(0, 1024, layout=gl.SliceLayout(0, LAYOUT))
+    return rows[:, None] * 1024 + lanes[None, :]
+
+
+@gluon.jit
+def _store_state(part_ml_ptr, slot, heads, m, l, HEADS: gl.constexpr):
+    into = slot.to(gl.int64) * HEADS + heads
+    gl.store(part_ml_ptr + into * 2, m)
+    gl.store(part_ml_ptr + into * 2 + 1, l)
+
+
+@gluon.jit
+def _store_rows(pointer, row, first_head, x, HEADS: gl.constexpr):
+    """Write [64, 512] of a row's, or a slot's, heads from ``first_head`` on, as it lies in threads."""
+    heads = first_head + gl.arange(0, 64, layout=OF_OUTPUT)
+    columns = gl.arange(0, 512, layout=gl.SliceLayout(0, OUTPUT))
+    into = row.to(gl.int64) * HEADS + heads
+    gl.store(pointer + into[:, None] * 512 + columns[None, :], x.to(pointer.dtype.element_ty))
+
+
+@gluon.jit
+def _end_row(
+    m,
+    l,
+    acc,
+    row,
+    slot,
+    first_head,
+    heads,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_ml_ptr,
+    HEADS: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    """Normalise what a segment has summed and write it out, or write it to its slot as it is."""
+    if slot < 0:
+        base = _finite(m)
+        total = l
+        if HAS_SINK:
+            total = l + gl.exp2(gl.load(sink_ptr + heads) - base)
+        inverse = gl.where(total == 0, 0.0, gl.div_rn(1.0, gl.where(total == 0, 1.0, total)))
+        lse = gl.where(l == 0, NO_MAX, (base + gl.log2(gl.where(l == 0, 1.0, l))) * LN2)
+        inverse = gl.convert_layout(inverse, OF_OUTPUT)
+        _store_rows(out_ptr, row, first_head, acc * inverse[:, None] + 0.0, HEADS)
+        gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
+    else:
+        _store_state(part_ml_ptr, slot, heads, m, l, HEADS)
+        _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
+
+
+@gluon.jit
+def _end_piece(
+    m,
+    l,
+    acc,
+    run_m,
+    run_l,
+    place,
+    begin,
+    fresh,
+    part_acc_ptr,
+    part_ml_ptr,
+    parked,
+    first_head,
+    heads,
+    HEADS: gl.constexpr,
+):
+    """Fold a finished piece into the row's start, or write it to its slot. fresh: it is the row's first."""
+    if begin == 0:
+        new_m = gl.maximum(run_m, m)
+        base = _finite(new_m)
+        a = gl.exp2(run_m - base)
+        b = gl.exp2(m - base)
+        empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
+        skip = (empty & (fresh == 0))[:, None].broadcast_to([64, 512])
+        wide_a = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
+        acc = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
+        _park(_by_thread(acc), _by_thread(wide_a), _by_thread(skip), parked, fresh, 32)
+        run_l = gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b))
+        run_m = new_m
+    else:
+        _store_state(part_ml_ptr, place, heads, m, l, HEADS)
+        _store_rows(part_acc_ptr, place, first_head, acc, HEADS)
+        place += 1
+    return run_m, run_l, place
+
+
+@gluon.jit(do_not_specialize=["table_stride", "places"])
+def decode_kernel(
+    q_ptr,
+    keys_ptr,
+    table_ptr,
+    length_ptr,
+    sink_ptr,
+    segments_ptr,
+    starts_ptr,
+    chunks_ptr,
+    out_ptr,
+    lse_ptr,
+    part_acc_ptr,
+    part_ml_ptr,
+    parked_ptr,
+    scale_log2,
+    table_stride,
+    places,
+    HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    FOLDS: gl.constexpr,
+    SPARSE: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    """Grid: (heads / 64, programs), 8 warps. Pointers and FOLDS as ``triton.decode_kernel`` has them; parked_ptr:
+    float32 [grid, 64, 512] in an order of its own."""
+    dtype: gl.constexpr = keys_ptr.dtype.element_ty
+    keys = gl.allocate_shared_memory(dtype, [2, 64, 512], SHARED)
+    tails = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    queries = gl.allocate_shared_memory(dtype, [64, 512], SHARED)
+    seen = gl.allocate_shared_memory(gl.int32, [2, 64], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
+
+    first_head = gl.program_id(0) * 64
+    heads = first_head + gl.arange(0, 64, layout=OF_DEALT)
+    q_head = q_ptr + first_head * 576
+    program = gl.program_id(1)
+    parked = parked_ptr + (program * gl.num_programs(0) + gl.program_id(0)).to(gl.int64) * (64 * 512)
+    first_segment = gl.load(starts_ptr + program)
+    last_segment = gl.load(starts_ptr + program + 1)
+
+    # The block that is copied next, of this segment or of a later one, and the table's entries for it.
+    ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+        segments_ptr, length_ptr, first_segment, last_segment
+    )
+    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+    now = 1  # the buffer of the block that is worked on
+    _copy_queries(queries, q_head, segments_ptr, first_segment, last_segment, HEADS)
+    if ahead < last_segment:
+        _copy_block(keys, tails, seen, 0, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE)
+    ahead_block += 1
+    if ahead_block >= ahead_end:
+        ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+            segments_ptr, length_ptr, ahead + 1, last_segment
+        )
+    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+    for segment in range(first_segment, last_segment):
+        row = gl.load(segments_ptr + segment * 4)
+        begin = gl.load(segments_ptr + segment * 4 + 1)
+        end = gl.load(segments_ptr + segment * 4 + 2)
+        slot = gl.load(segments_ptr + segment * 4 + 3)
+        chunk = gl.load(chunks_ptr + row)
+        q_tail_rows = q_head + row.to(gl.int64) * (HEADS * 576) + gl.arange(0, 64, layout=OF_Q_TAIL)[:, None] * 576
+        q_tail = gl.load(q_tail_rows + gl.arange(512, 576, layout=gl.SliceLayout(0, Q_TAIL))[None, :])
+        run_m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
+        run_l = gl.zeros([64], gl.float32, OF_DEALT)
+        m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
+        l = gl.zeros([64], gl.float32, OF_DEALT)
+        acc = gl.zeros([64, 512], gl.float32, OUTPUT)
+        place = slot
+        edge = end
+        if FOLDS:
+            edge = gl.minimum(begin + chunk, end)
+        for block in range(begin, end):
+            async_copy.wait_group(0)
+            now ^= 1
+            if ahead < last_segment:
+                _copy_block(
+                    keys, tails, seen, now ^ 1, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE
+                )
+            ahead_block += 1
+            if ahead_block >= ahead_end:
+                ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
+                    segments_ptr, length_ptr, ahead + 1, last_segment
+                )
+            entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+            hopper.fence_async_shared()
+            scores = gl.zeros([64, 64], gl.float32, SCORES)
+            scores = hopper.warpgroup_mma(
+                queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
+            )
+            scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
+            opens = block == begin
+            if FOLDS:
+                if block == edge:  # the block before ended a piece: away with it while the scores are computed
+                    run_m, run_l, place = _end_piece(
+                        m,
+                        l,
+                        acc,
+                        run_m,
+                        run_l,
+                        place,
+                        begin,
+                        edge <= chunk,
+                        part_acc_ptr,
+                        part_ml_ptr,
+                        parked,
+                        first_head,
+                        heads,
+                        HEADS,
+                    )
+                    m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
+                    l = gl.zeros([64], gl.float32, OF_DEALT)
+                    opens = True
+                    edge = gl.minimum(edge + chunk, end)
+            scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+
+            scores = gl.convert_layout(scores, DEALT)
+            valid = seen.index(now).load(gl.SliceLayout(0, DEALT)) != 0
+            scores = gl.where(valid[None, :], scores * scale_log2, NO_MAX)
+            m_new = gl.maximum(m, gl.max(scores, 1))
+            base = _finite(m_new)
+            p = gl.exp2(scores - base[:, None])
+            alpha = gl.exp2(m - base)
+            weights = tails.index(now)  # its scores are summed: nothing reads the tail any more
+            weights.store(p.to(dtype))
+            factors.store(alpha)
+            hopper.fence_async_shared()
+            acc = acc * factors.load(OF_OUTPUT)[:, None]
+            acc = hopper.warpgroup_mma(weights, keys.index(now), acc, use_acc=opens == 0, is_async=True)
+            l = gl.fma(l, alpha, _row_sum(p, 64, 64))
+            m = m_new
+            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+
+        _copy_queries(queries, q_head, segments_ptr, segment + 1, last_segment, HEADS)
+        if FOLDS:
+            if begin < end:
+                run_m, run_l, place = _end_piece(
+                    m,
+                    l,
+                    acc,
+                    run_m,
+                    run_l,
+                    place,
+                    begin,
+                    edge <= chunk,
+                    part_acc_ptr,
+                    part_ml_ptr,
+                    parked,
+                    first_head,
+                    heads,
+                    HEADS,
+                )
+            if begin == 0:
+                LAYOUT: gl.constexpr = _by_thread(acc).type.layout
+                total = _by_place(gl.load(parked + _threads(32, LAYOUT)))
+                nothing = gl.convert_layout(run_m, OF_OUTPUT) == NO_MAX  # a row without tokens parked nothing
+                total = gl.where(nothing[:, None], 0.0, total)
+                _end_row(
+                    run_m,
+                    run_l,
+                    total,
+                    row,
+                    slot,
+                    first_head,
+                    heads,
+                    sink_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    part_acc_ptr,
+                    part_ml_ptr,
+                    HEADS,
+                    HAS_SINK,
+                )
+        else:
+            _end_row(
+                m,
+                l,
+                acc,
+                row,
+                slot,
+                first_head,
+                heads,
+                sink_ptr,
+                out_ptr,
+                lse_ptr,
+                part_acc_ptr,
+                part_ml_ptr,
+                HEADS,
+                HAS_SINK,
+            )
+
+
+def decode(inputs, plan, workspace, sink, out, lse) -> None:
+    """Launch the kernel, without the combine step, for inputs that ``launch.fits_hopper`` accepts and a DevicePlan.
+
+    sink: float32 ``[heads]``, times log2(e) (any tensor if the inputs have none); out ``[batch, heads, 512]`` and lse
+    ``[batch, heads]`` receive the rows that the plan does not split, the workspace the others' partials."""
+    cache = inputs.caches[0]
+    grid = (inputs.heads // 64, plan.plan.programs)
+    parked = workspace.accumulators
+    if plan.plan.folds:
+        parked = torch.empty(grid[0] * grid[1] * 64 * 512, dtype=torch.float32, device=inputs.q.device)
+    decode_kernel[grid](
+        inputs.q,
+        cache.keys,
+        cache.table,
+        cache.lengths,
+        sink,
+        plan.segments,
+        plan.program_starts,
+        plan.chunks,
+        out,
+        lse,
+        workspace.accumulators,
+        workspace.states,
+        parked,
+        inputs.scale * LOG2E,
+        cache.table.stride(0),
+        cache.places,
+        HEADS=inputs.heads,
+        PAGE=cache.keys.shape[1],
+        FOLDS=plan.plan.folds,
+        SPARSE=inputs.sparse,
+        HAS_SINK=inputs.sink is not None,
+        num_warps=8,
+    )
