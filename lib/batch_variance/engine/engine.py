@@ -67,7 +67,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < len(self.tokens) - 1 or not self.output
+        return self.computed < len(self.tokens) - 1 or len(self.tokens) == self.prompt_length
 
 
 @dataclass(frozen=True)
@@ -131,37 +131,43 @@ class Engine:
         """Run one step; returns the requests that finished in it. With nothing to run, only time passes."""
         while self.waiting and len(self.running) < self.config.max_requests:
             self.running.append(self.waiting.popleft())
-        work = self._schedule()
-        finished = self._forward(work) if work else []
+        work, decoding = self._schedule()
+        finished = self._forward(work, decoding) if work else []
         self.now += 1
         return finished
 
-    def _schedule(self) -> list[tuple[Request, int]]:
-        """(request, tokens to compute): decoding requests first, then prefill chunks in order of arrival."""
-        decoding = [r for r in self.running if not r.prefilling]
-        work = [(r, 1) for r in decoding[: self.config.max_rows]]
-        room = self.config.max_rows - len(work)
+    def _schedule(self) -> tuple[list[tuple[Request, int]], int]:
+        """(request, tokens to compute): decoding requests first, then prefill chunks in order of arrival; and how many
+        are decoding."""
+        work, prefilling = [], []
         for request in self.running:
-            if request.prefilling and room:
+            if request.prefilling:
+                prefilling.append(request)
+            elif len(work) < self.config.max_rows:
+                work.append((request, 1))
+        decoding, room = len(work), self.config.max_rows - len(work)
+        for request in prefilling[:room]:
+            if room:
                 chunk = min(request.prompt_length - request.computed, self.config.prefill_chunk, room)
                 work.append((request, chunk))
                 room -= chunk
-        return work
+        return work, decoding
 
-    def _forward(self, work: list[tuple[Request, int]]) -> list[Request]:
+    def _forward(self, work: list[tuple[Request, int]], decoding: int) -> list[Request]:
         for request, count in work:
             while len(request.pages) * self.config.page < request.computed + count:
                 request.pages.append(self._free.popleft())
-        rows, logits = self._run(work)
+        rows, logits = self._run(work, decoding)
         splits = tuple(rows.splits.pieces.tolist()) if rows.splits else ()
-        trace = tuple((r.number, count, "prefill" if r.prefilling else "decode") for r, count in work)
+        trace = tuple((r.number, count, "decode" if place < decoding else "prefill") for place, (r, count) in enumerate(work))
         self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits, rows.choices))
         for request, count in work:
             request.computed += count
         return self._sample([r for r, _ in work if r.computed == len(r.tokens)], logits)
 
-    def _run(self, work: list[tuple[Request, int]]) -> tuple[StepRows, torch.Tensor]:
-        """The step's rows, as its trace needs them, and the logits of the requests that it completes."""
+    def _run(self, work: list[tuple[Request, int]], decoding: int) -> tuple[StepRows, torch.Tensor]:
+        """The step's rows, as its trace needs them, and the logits of the requests that it samples for. The first
+        ``decoding`` requests decode."""
         page, device = self.config.page, self.k_pages.device
         counts = [count for _, count in work]
         tables = np.zeros((len(work), max(len(r.pages) for r, _ in work)), np.int64)
@@ -177,9 +183,9 @@ class Engine:
         rows = StepRows(
             tokens=tokens, positions=where, slots=slots, tables=as_tensor(tables), lengths=where + 1,
             sampled=as_tensor([end for end, (r, count) in zip(ends, work) if r.computed + count == len(r.tokens)]),
-            decode_rows=sum(not r.prefilling for r, _ in work), last=int(positions.max()),
+            decode_rows=decoding, last=int(positions.max()),
         )
-        rows.splits, rows.choices = self._plan((positions[: rows.decode_rows] + 1).tolist())
+        rows.splits, rows.choices = self._plan((positions[:decoding] + 1).tolist())
         return rows, self.model.forward(rows, self.k_pages, self.v_pages)
 
     def _block(self, longest: int) -> int:
@@ -227,7 +233,7 @@ class Engine:
             request.margins.append(margin)
             request.runners_up.append(int(pair[1] if pair[0] == token else pair[0]))
             ended = token in self.model.weights.shape.eos and not self.config.ignore_eos
-            if ended or len(request.output) == request.max_tokens:
+            if ended or len(request.tokens) == request.prompt_length + request.max_tokens:
                 request.finished = self.now
                 self.running.remove(request)
                 self._free.extend(request.pages)

@@ -200,11 +200,12 @@ class GraphedEngine(Engine):
         super().__init__(graphs.model, graphs.config, graphs._cache)
         self._graphs = graphs
 
-    def _run(self, work: list[tuple[Request, int]]) -> tuple[StepRows, torch.Tensor]:
-        requests = [request for request, _ in work]
-        if any(request.prefilling for request in requests):
+    def _run(self, work: list[tuple[Request, int]], decoding: int) -> tuple[StepRows, torch.Tensor]:
+        if decoding < len(work):
             self._graphs.ordinary += 1
-            return super()._run(work)
-        plan, choices = self._plan([request.computed + 1 for request in requests])
-        rows, logits = self._graphs.run(requests, plan)
+            return super()._run(work, decoding)
+        lengths = [request.computed + 1 for request, _ in work]
+        plan, choices = self._plan(lengths)
+        rows, logits = self._graphs.run([request for request, _ in work], plan)
+        self._plan([length + 1 for length in lengths])  # the next step's, most likely, while the device works
         return replace(rows, splits=plan, choices=rows.choices | choices), logits
