@@ -48,8 +48,16 @@ def weights(tiny_folder):
 
 
 def settings_of(rule, **changes):
-    return EngineConfig(max_requests=8, max_length=96, page=16, ignore_eos=True, split_rule=rule, num_sm_parts=12,
-                        split_block=8, **changes)
+    return EngineConfig(
+        max_requests=8,
+        max_length=96,
+        page=16,
+        ignore_eos=True,
+        split_rule=rule,
+        num_sm_parts=12,
+        split_block=8,
+        **changes,
+    )
 
 
 def seen(run):

@@ -1,4 +1,4 @@
-"""The tuner of the invariant GEMM: which weights and rows it takes, and what it writes. Timing and kernels are stood in for."""
+"""The tuner of the invariant GEMM: which weights and rows it takes, and what it writes. No kernel runs."""
 
 import re
 
@@ -12,7 +12,7 @@ from batch_variance.kernels import command
 from batch_variance.kernels.gemm import bench
 from batch_variance.kernels.gemm.invariant import DEFAULTS, Config, by_rows, segment_steps
 
-WEIGHT = (48, 640)  # five steps of 128 products: no 4 segments
+K, N = SHAPE = 640, 48  # five steps of 128 products: no 4 segments
 ROWS = (1, 16, 32, 64)
 FASTEST = "parallel 16x32x128 w4 s6 tma", "parallel 64x32x128 w4 s6 tma", "parallel 64x128x128 w8 s4 tma swap"
 WHERE = dict(gpu="G", driver="1", torch="2", triton="3", commit="c", date="d")
@@ -21,8 +21,8 @@ WHERE = dict(gpu="G", driver="1", torch="2", triton="3", commit="c", date="d")
 class Shape(bench._Shape):
     """Small whole numbers on a CPU, whose sums are exact, so that every product is in one class."""
 
-    def __init__(self, N, K):
-        self.N, self.K = N, K
+    def __init__(self, K, N):
+        self.K, self.N = K, N
         self.x, self.more = (torch.randint(-4, 5, (rows, K)).float() for rows in (64, 64))
         self.weights = [torch.randint(-4, 5, (N, K)).float()]
         self.exact = self.x @ self.weights[0].T
@@ -59,7 +59,7 @@ def test_a_weight_of_ones_own_is_tuned_and_all_else_kept(stood_in, tmp_path, mon
     kept = "4096,4096,1,1,parallel 16x64x128 w4 s5 tma swap"
     table.write_text(f"n,k,segments,m,config\n{kept}\n")
     monkeypatch.setattr(bench, "tuned", lambda name: {})
-    bench.run(recorded, 60.0, ROWS, (WEIGHT,))
+    bench.run(recorded, 60.0, ROWS, (SHAPE,))
     lines = table.read_text().splitlines()
     assert lines[1] == kept
     assert lines[2:] == [f"48,640,1,{m},{name}" for m, name in zip(ROWS, (FASTEST[0], FASTEST[0], *FASTEST[1:2] * 2))]
@@ -73,24 +73,24 @@ def test_a_weight_of_ones_own_is_tuned_and_all_else_kept(stood_in, tmp_path, mon
     assert classes.m.tolist() == [1, 17, 128] and classes.bit_class.nunique() == 1
 
     # Another row count later: the class stays, and so do the other rows.
-    known = {WEIGHT: (2, tuple((m, Config.parse(FASTEST[0])) for m in (1, 16)))}
+    known = {(N, K): (2, tuple((m, Config.parse(FASTEST[0])) for m in (1, 16)))}
     monkeypatch.setattr(bench, "tuned", lambda name: known)
-    bench.run(recorded, 60.0, (64,), (WEIGHT,))
+    bench.run(recorded, 60.0, (64,), (SHAPE,))
     rows = [f"48,640,2,{m},{name}" for m, name in zip((1, 16, 64), (FASTEST[0], FASTEST[0], FASTEST[1]))]
     assert table.read_text().splitlines()[1:] == [kept, *rows]
     assert len(pd.read_csv(recorded / "gemm_tuning.csv")) == len(tuning)
 
 
 def test_classes_alone_leave_the_table(stood_in, tmp_path, monkeypatch):
-    known = {WEIGHT: (2, ((1, Config.parse(FASTEST[0])), (64, Config.parse(FASTEST[1]))))}
+    known = {(N, K): (2, ((1, Config.parse(FASTEST[0])), (64, Config.parse(FASTEST[1]))))}
     monkeypatch.setattr(bench, "tuned", lambda name: known)
-    bench.record_classes(tmp_path, (WEIGHT,))
+    bench.record_classes(tmp_path, (SHAPE,))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.csv", "gemm_classes.csv"]
     found = pd.read_csv(tmp_path / "gemm.csv")
     assert found.metric.tolist() == ["bit classes"] * 2 and found.value.tolist() == [1, 1]
     assert set(pd.read_csv(tmp_path / "gemm_classes.csv").candidate) == {"library", "invariant", *FASTEST[:2]}
     with pytest.raises(BadInput, match="does not hold N5 K6: tune first"):
-        bench.record_classes(tmp_path, ((5, 6),))
+        bench.record_classes(tmp_path, ((6, 5),))
 
 
 def test_segments_that_are_tried_can_be_cut():
@@ -135,8 +135,8 @@ def test_the_command_hands_weights_and_rows_on(monkeypatch, tmp_path):
     arguments = ["gemm", "--out", str(tmp_path), "--weight", "96x64", "--weight", "8x256"]
     for more in (["--rows", "1", "--rows", "32"], ["--classes-only"]):
         assert CliRunner().invoke(command.bench, arguments + more).exit_code == 0
-    weights = ((96, 64), (8, 256))
+    shapes = ((64, 96), (256, 8))
     assert calls == [
-        ((tmp_path, 200.0), dict(weights=weights, rows=(1, 32))),
-        ((tmp_path,), dict(weights=weights)),
+        ((tmp_path, 200.0), dict(shapes=shapes, rows=(1, 32))),
+        ((tmp_path,), dict(shapes=shapes)),
     ]

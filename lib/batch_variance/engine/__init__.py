@@ -8,6 +8,6 @@ from .mechanisms import MECHANISMS, Mechanisms, Settings, build
 from .model import ExpertSplit, MatmulRecord, Model, Weights, load_weights
 
 __all__ = [
-    "ChatTokenizer", "DEFAULT_MODEL", "DecodeGraphs", "Engine", "EngineConfig", "ExpertSplit", "Load", "MECHANISMS", "MatmulRecord", "Mechanisms",
-    "Model", "Request", "Run", "Settings", "Step", "Weights", "build", "hf_folder", "load_weights", "serve",
+    "ChatTokenizer", "DEFAULT_MODEL", "DecodeGraphs", "Engine", "EngineConfig", "ExpertSplit", "Load", "MECHANISMS",
+    "MatmulRecord", "Mechanisms", "Model", "Request", "Run", "Settings", "Step", "Weights", "build", "hf_folder", "load_weights", "serve",
 ]

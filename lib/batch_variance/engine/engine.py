@@ -93,8 +93,8 @@ def _pieces_alone(rule: str, length: int, num_sm_parts: int, block: int) -> int:
 
 
 class Engine:
-    """Runs requests to completion, a step at a time. cache: keys and values, [layers, pages, page, KH, D] each, that an engine
-    of the same configuration has left; None for new ones."""
+    """Runs requests to completion, a step at a time. cache: keys and values, [layers, pages, page, KH, D] each, that an
+    engine of the same configuration has left; None for new ones."""
 
     def __init__(self, model: Model, config: EngineConfig = EngineConfig(),
                  cache: tuple[torch.Tensor, torch.Tensor] | None = None):
@@ -159,7 +159,8 @@ class Engine:
                 request.pages.append(self._free.popleft())
         rows, logits = self._run(work, decoding)
         splits = tuple(rows.splits.pieces.tolist()) if rows.splits else ()
-        trace = tuple((r.number, count, "decode" if place < decoding else "prefill") for place, (r, count) in enumerate(work))
+        phases = ["decode"] * decoding + ["prefill"] * (len(work) - decoding)
+        trace = tuple((r.number, count, phase) for (r, count), phase in zip(work, phases))
         self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits, rows.choices))
         for request, count in work:
             request.computed += count
@@ -205,12 +206,14 @@ class Engine:
             "attention_dispatch": sum(block == self._block(length) for length in lengths),
             "batch_splits": sum(n == _pieces_alone(rule, w, parts, block) for w, n in zip(whole, plan.pieces.tolist())),
         }
-        counts = ((name, count) for name, some in alike.items() for count in (("as alone", some), ("by the batch", len(lengths) - some)))
-        return plan, {(name, word): count for name, (word, count) in counts if count}
+        counts = {}
+        for name, some in alike.items():
+            counts |= {(name, "as alone"): some, (name, "by the batch"): len(lengths) - some}
+        return plan, {choice: count for choice, count in counts.items() if count}
 
     def choose(self, requests: list[Request], logits: torch.Tensor, greedy: list[int]) -> list[int]:
-        """Each request's next token. greedy: the largest logit's, of equals the one that the configuration says. logits:
-        [requests, vocabulary]. A study that forces a text overrides this."""
+        """Each request's next token. greedy: the largest logit's, of equals the one that the configuration says.
+        logits: [requests, vocabulary]. A study that forces a text overrides this."""
         return greedy
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:

@@ -2,8 +2,8 @@
 
 What the host decides in such a step (tokens, places in the KV cache, page tables, lengths, how the rows are cut) is
 written into arrays that keep their places and their largest size; all else is fixed by the number of rows, the rule and
-the block, and captured. No rows are added to fill a graph up, so a row shares a replayed step with the rows that it would
-share it with otherwise, in the same kernels: its bits are the same. Steps that prefill run as ever.
+the block, and captured. No rows are added to fill a graph up: a row shares a replayed step with those that it would
+share it with otherwise, in the same kernels, so its bits are the same. Steps that prefill run as ever.
 """
 
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ class CudaCapture:
 
 @dataclass
 class _Seen:
-    """A forward pass as captured: its rows with what the pass has noted in them, the tensors that it read, its logits."""
+    """A forward pass as captured: its rows with what the pass has noted in them, tensors that it read, its logits."""
 
     rows: StepRows
     read: tuple[torch.Tensor, ...]
@@ -84,8 +84,12 @@ class _Step:
         room = 0
         if plan is not None:
             segments, room = plan_room(plan.rule, count, config.max_length, plan.programs, plan.block_size)
-            shapes |= {"segments": (np.int32, (segments, 4)), "program_starts": (np.int32, (plan.programs + 1,)),
-                       "slot_starts": (np.int32, (count + 1,)), "chunks": (np.int32, (count,))}
+            shapes |= {
+                "segments": (np.int32, (segments, 4)),
+                "program_starts": (np.int32, (plan.programs + 1,)),
+                "slot_starts": (np.int32, (count + 1,)),
+                "chunks": (np.int32, (count,)),
+            }
         self.buffers = Buffers(shapes, device)
         self._page, self._tabled = config.page, [(None, 0)] * count
         self._cut: np.ndarray | None = None
@@ -98,7 +102,10 @@ class _Step:
             splits = DevicePlan(kept, *(there[name] for name in arrays), room=room)
         self._rows = StepRows(
             *(there[name] for name in ("tokens", "positions", "slots", "tables", "lengths")),
-            sampled=torch.arange(count, device=device), decode_rows=count, splits=splits, last=config.max_length - 1,
+            sampled=torch.arange(count, device=device),
+            decode_rows=count,
+            splits=splits,
+            last=config.max_length - 1,
         )
         self._replay, self._seen = None, None
 
@@ -141,13 +148,13 @@ class DecodeGraphs:
     """The captured decode steps of a model under a configuration, and the KV cache that they read and write.
 
     ``serve(..., build=graphs.engine)`` serves with them; graphs are kept from one engine to the next, of which one at a
-    time may have requests. replayed, ordinary: steps that were replayed, and steps that ran as ever because a request was
-    prefilling. What cannot be captured raises; nothing falls back in silence.
+    time may have requests. replayed, ordinary: steps that were replayed, and steps that ran as ever because a request
+    was prefilling. What cannot be captured raises; nothing falls back in silence.
 
-    What looks on from Python while a step runs (a probe, an audit, a forward pass that observes) sees a captured step
-    once and no replay: run it without graphs. capture: makes graphs, CUDA's by default; another serves where there is no
-    GPU. Raises BadInput for a model on another device, with experts (they are routed on the host), or with a forward pass
-    of its own.
+    What looks on from Python while a step runs (a probe, an audit, a forward pass that observes) sees a step when it is
+    captured, and no replay: run it without graphs. capture: makes graphs, CUDA's by default; another one serves where
+    there is no GPU. Raises BadInput for a model on another device, with experts (they are routed on the host), or with
+    a forward pass of its own.
     """
 
     def __init__(self, model: Model, config: EngineConfig, capture: Capture | None = None):
@@ -155,10 +162,14 @@ class DecodeGraphs:
         if capture is None and device.type != "cuda":
             raise BadInput(f"the model lies on {device}: CUDA graphs need it on a GPU.")
         if getattr(type(model), "forward", None) is not Model.forward:
-            raise BadInput(f"{type(model).__name__} has a forward pass of its own, which may look at the values: "
-                           "graphs replay that of Model.")
+            raise BadInput(
+                f"{type(model).__name__} has a forward pass of its own, which may look at the values: "
+                "graphs replay that of Model."
+            )
         if any(isinstance(layer.ffn, Experts) for layer in model.weights.layers):
-            raise BadInput("the model has experts, which are routed on the host in every step: graphs need a dense FFN.")
+            raise BadInput(
+                "the model has experts, which are routed on the host in every step: graphs need a dense FFN."
+            )
         self.model, self.config = model, config
         self._capture = capture or CudaCapture()
         self._cache: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -172,13 +183,15 @@ class DecodeGraphs:
         return len(self._steps)
 
     def engine(self, model: Model, config: EngineConfig) -> "GraphedEngine":
-        """A new engine that replays. Raises BadInput for another model or configuration than these graphs', and while the
-        last engine still has requests."""
+        """A new engine that replays. Raises BadInput for another model or configuration than these graphs', and while
+        the last engine still has requests."""
         if model is not self.model or config != self.config:
             raise BadInput("these graphs belong to another model or configuration: make DecodeGraphs of this one.")
         if self._last and (self._last.running or self._last.waiting):
-            raise BadInput(f"an engine over these graphs still has {len(self._last.running) + len(self._last.waiting)} "
-                           "requests: let it finish, or make DecodeGraphs of its own for the new one.")
+            raise BadInput(
+                f"an engine over these graphs still has {len(self._last.running) + len(self._last.waiting)} "
+                "requests: let it finish, or make DecodeGraphs of its own for the new one."
+            )
         self._last = GraphedEngine(self)
         self._cache = self._last.k_pages, self._last.v_pages
         return self._last

@@ -217,7 +217,8 @@ class Model:
                 observe(index, x)
         return kernels.head(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
 
-    def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows, split) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows,
+                split) -> torch.Tensor:
         """[T, H, D]: decode rows along the split plan where there is one, all others folded page by page."""
         if split is None:
             return self.kernels.attend(q, k_pages, v_pages, rows.tables, rows.lengths)

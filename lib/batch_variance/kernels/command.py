@@ -45,9 +45,11 @@ def bench(benchmark, budget_seconds, out, rows, weights, classes_only):
         if given and benchmark != "gemm":
             raise BadInput(f"{name} {given[0]} with {benchmark}: only gemm tunes one by one.")
     if classes_only and (benchmark not in ("gemm", "nvfp4") or rows):
-        raise BadInput(f"--classes-only with {benchmark}{' and --rows' if rows else ''}: gemm and nvfp4 have classes, "
-                       "over all row counts.")
-    some = {"weights": tuple(map(_weight, weights))} if weights else {}
+        raise BadInput(
+            f"--classes-only with {benchmark}{' and --rows' if rows else ''}: gemm and nvfp4 have classes, "
+            "over all row counts."
+        )
+    some = {"shapes": tuple(map(_shape, weights))} if weights else {}
     resolve_device("cuda")
     folder, module = out or data_path("recorded"), importlib.import_module(BENCHMARKS[benchmark])
     if classes_only:
@@ -56,9 +58,9 @@ def bench(benchmark, budget_seconds, out, rows, weights, classes_only):
         module.run(folder, budget_seconds, **some, **({"rows": rows} if rows else {}))
 
 
-def _weight(text: str) -> tuple[int, int]:
-    """(N, K) of "NxK"."""
+def _shape(text: str) -> tuple[int, int]:
+    """(K, N), as the benchmark has it, of "NxK"."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not found:
         raise BadInput(f"--weight {text!r} is no weight: give its rows and columns, as 4096x2048.")
-    return int(found[1]), int(found[2])
+    return int(found[2]), int(found[1])

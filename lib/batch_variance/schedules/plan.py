@@ -160,9 +160,7 @@ def make_plan(
     return plan_by_rule(rule, lengths, num_programs, block_size, overhead_blocks)
 
 
-def plan_room(
-    rule: str, batch: int, longest: int, num_programs: int, block_size: int = BLOCK_SIZE
-) -> tuple[int, int]:
+def plan_room(rule: str, batch: int, longest: int, num_programs: int, block_size: int = BLOCK_SIZE) -> tuple[int, int]:
     """(segments, slots) that no plan of a rule exceeds for ``batch`` rows of at most ``longest`` tokens."""
     if rule == BATCH_WIDE:  # a part begins with a cut at most
         return batch + num_programs, batch + num_programs

@@ -22,7 +22,7 @@ from ..timing import alternating_microseconds, copies, graph_microseconds
 from .invariant import DEFAULTS, STEP, Config, by_rows, matmul, tuned
 from .reference import matmul_float64
 
-WEIGHTS = ((4096, 4096), (2048, 7168), (7168, 2048), (14336, 4096))  # (N, K), those of the recorded comparison
+SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # (K, N) of the recorded comparison
 ROWS = (1, 16, 64, 256, 1024, 4096)
 CHECKED = 64  # rows held against float64
 
@@ -117,10 +117,10 @@ def _compile_share(index: int, workers: int, rows: tuple[int, ...]) -> None:
 class _Shape:
     """Inputs of one weight shape, random and rotating."""
 
-    def __init__(self, N: int, K: int, seed: int = 0):
+    def __init__(self, K: int, N: int, seed: int = 0):
         generator = torch.Generator("cuda").manual_seed(seed)
         make = lambda *size: torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-        self.N, self.K, self.x = N, K, make(max(ROWS), K)
+        self.K, self.N, self.x = K, N, make(max(ROWS), K)
         self.weights = [make(N, K) for _ in range(copies(2 * N * K))]
         self.more = make(max(FAR_SIZES) - max(ROWS), K)  # made last: classes tried on x keep their names
         self.exact = matmul_float64(self.x[:CHECKED], self.weights[0])
@@ -211,20 +211,20 @@ def run(
     folder: Path,
     budget_seconds: float,
     rows: tuple[int, ...] = ROWS,
-    weights: tuple[tuple[int, int], ...] = WEIGHTS,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
     workers: int = 12,
 ) -> None:
-    """Tune and time every weight (N, K) within the budget; writes gemm.csv, gemm_tuning.csv and gemm_classes.csv in the
-    folder, and tuned/gemm.csv beside it, each as soon as a weight is done.
+    """Tune and time every shape (K, N) within the budget; writes gemm.csv, gemm_tuning.csv and gemm_classes.csv in the
+    folder, and tuned/gemm.csv beside it, each as soon as a shape is done.
 
-    rows: ROWS, which choose a weight's class anew; or other row counts that have candidates, to tune these in the class
-    that the table names and leave the others. They choose the class of a weight outside WEIGHTS that has none. Raises
-    BadInput for row counts without candidates, and for some rows of WEIGHTS where the table names no class.
+    rows: ROWS, which choose a shape's class anew; or other row counts that have candidates, to tune these in the class
+    that the table names and leave the others. They choose the class of a shape outside SHAPES that has none. Raises
+    BadInput for row counts without candidates, and for some rows of SHAPES where the table names no class.
     """
     if not rows or set(rows) - set(CANDIDATES):
         raise BadInput(f"rows {list(rows)}: give some of {', '.join(map(str, CANDIDATES))}.")
     known = tuned("gemm") if tuple(rows) != ROWS else {}
-    missing = [f"N{N} K{K}" for N, K in weights if tuple(rows) != ROWS and (N, K) in WEIGHTS and (N, K) not in known]
+    missing = [f"N{N} K{K}" for K, N in shapes if tuple(rows) != ROWS and (K, N) in SHAPES and (N, K) not in known]
     if missing:
         raise BadInput(f"tuned/gemm.csv has no class for {', '.join(missing)}: tune all rows first.")
     start = time.time()
@@ -232,10 +232,10 @@ def run(
     compile_ahead(workers, rows)
     print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
     bench, ratios = Benchmark("gemm"), []
-    for index, (N, K) in enumerate(weights):
+    for index, (K, N) in enumerate(shapes):
         left = budget_seconds - (time.time() - start)
-        deadline = time.time() + 0.8 * left / (len(weights) - index)
-        shape, begun = _Shape(N, K), time.time()
+        deadline = time.time() + 0.8 * left / (len(shapes) - index)
+        shape, begun = _Shape(K, N), time.time()
         library = library_times(shape, rows)
         tried, classes = [], {}
         for count in (known[N, K][0],) if (N, K) in known else counts_tried(K, N):
@@ -291,16 +291,16 @@ def run(
     )
 
 
-def record_classes(folder: Path, weights: tuple[tuple[int, int], ...] = WEIGHTS) -> None:
-    """Name the bits of every weight (N, K) again over row counts, with the table as it is; writes gemm_classes.csv and
-    the classes in gemm.csv. Raises BadInput for a weight that the table does not hold."""
-    missing = [f"N{N} K{K}" for N, K in weights if (N, K) not in tuned("gemm")]
+def record_classes(folder: Path, shapes: tuple[tuple[int, int], ...] = SHAPES) -> None:
+    """Name the bits of every shape (K, N) again over row counts, with the table as it is; writes gemm_classes.csv and
+    the classes in gemm.csv. Raises BadInput for a shape that the table does not hold."""
+    missing = [f"N{N} K{K}" for K, N in shapes if (N, K) not in tuned("gemm")]
     if missing:
         raise BadInput(f"tuned/gemm.csv does not hold {', '.join(missing)}: tune first.")
     bench, start, where = Benchmark("gemm"), time.time(), gpu_columns()
-    for N, K in weights:
+    for K, N in shapes:
         count, chosen = tuned("gemm")[N, K]
-        _record_classes(folder, bench, _Shape(N, K), count, {m: str(config) for m, config in chosen}, where)
+        _record_classes(folder, bench, _Shape(K, N), count, {m: str(config) for m, config in chosen}, where)
         bench.save(folder)
         print(f"K {K} N {N}: {time.time() - start:.0f} s", flush=True)
 

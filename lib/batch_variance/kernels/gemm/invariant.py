@@ -85,8 +85,9 @@ BEYOND = 1024  # the last configuration of a table that ends below is not taken 
 
 
 def by_rows(table, defaults, M: int) -> Config:
-    """The configuration of the smallest row count in the table that is M or more; beyond all, the last, or the defaults'
-    where the table ends early or has nothing. table, defaults: (largest M, configuration) rising, None for any M."""
+    """The configuration of the smallest row count in the table that is M or more; beyond all, the last, or the
+    defaults' where the table ends early or is empty. table, defaults: (largest M, configuration) rising, None for any
+    M."""
     if not table or table[-1][0] < min(M, BEYOND):
         table = defaults
     return next((config for most, config in table if most is None or M <= most), table[-1][1])

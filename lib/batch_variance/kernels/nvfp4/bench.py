@@ -136,7 +136,9 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
         for m in ROWS:
             config = Config.parse(chosen[m])
-            base, mine = alternating_microseconds(calls(_default, m), calls(lambda a, w: matmul(a, w, config, count), m))
+            base, mine = alternating_microseconds(
+                calls(_default, m), calls(lambda a, w: matmul(a, w, config, count), m)
+            )
             shape = f"N{N} K{K}"
             moved = 0.5625 * N * K + 4 * m * (K + N)
             for name, value in (("default", base), ("invariant", mine)):
@@ -184,7 +186,9 @@ def record_classes(folder: Path) -> None:
         print(f"K {K} N {N}: {time.time() - start:.0f} s", flush=True)
 
 
-def _record_classes(folder: Path, bench: Benchmark, x, weight, shape, count: int, chosen: dict[int, str], where) -> None:
+def _record_classes(
+    folder: Path, bench: Benchmark, x, weight, shape, count: int, chosen: dict[int, str], where
+) -> None:
     """Bits over row counts: the default's, and the dispatch's between the chosen configurations."""
     (N, K), table = shape, sorted((m, Config.parse(name)) for m, name in chosen.items())
 
