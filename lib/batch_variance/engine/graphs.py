@@ -43,6 +43,32 @@ class Buffers:
         self._there.copy_(self._host, non_blocking=True)
 
 
+PLAN_ARRAYS = ("segments", "program_starts", "slot_starts", "chunks")
+
+
+def plan_shapes(plan: Plan, longest: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Dtypes and shapes that hold any plan of this one's rule, programs, block and number of rows, for rows of at most
+    ``longest`` tokens."""
+    segments, _ = plan_room(plan.rule, plan.batch, longest, plan.programs, plan.block_size)
+    shapes = (segments, 4), (plan.programs + 1,), (plan.batch + 1,), (plan.batch,)
+    return {name: (np.int32, shape) for name, shape in zip(PLAN_ARRAYS, shapes)}
+
+
+def plan_in(buffers: Buffers, plan: Plan, longest: int) -> DevicePlan:
+    """A plan such as this one whose arrays are those of ``buffers``, lengths among them."""
+    _, room = plan_room(plan.rule, plan.batch, longest, plan.programs, plan.block_size)
+    kept = replace(plan, **{name: buffers.host[name] for name in (*PLAN_ARRAYS, "lengths")})
+    return DevicePlan(kept, *(buffers.there[name] for name in PLAN_ARRAYS), room=room)
+
+
+def write_plan(host: dict[str, np.ndarray], plan: Plan) -> None:
+    """Write a plan into arrays of `plan_shapes`."""
+    host["segments"][: len(plan.segments)] = plan.segments
+    host["segments"][len(plan.segments) :] = -1  # of no row, and beyond every program
+    for name in PLAN_ARRAYS[1:]:
+        host[name][:] = getattr(plan, name)
+
+
 class CudaCapture:
     """Captures work as CUDA graphs that share one pool of memory: none is replayed while another runs."""
 
@@ -81,30 +107,15 @@ class _Step:
         device, width = model.weights.embedding.device, -(-config.max_length // config.page)
         shapes = {name: (np.int64, (count,)) for name in ("tokens", "positions", "slots")}
         shapes |= {"tables": (np.int32, (count, width)), "lengths": (np.int32, (count,))}
-        room = 0
-        if plan is not None:
-            segments, room = plan_room(plan.rule, count, config.max_length, plan.programs, plan.block_size)
-            shapes |= {
-                "segments": (np.int32, (segments, 4)),
-                "program_starts": (np.int32, (plan.programs + 1,)),
-                "slot_starts": (np.int32, (count + 1,)),
-                "chunks": (np.int32, (count,)),
-            }
-        self.buffers = Buffers(shapes, device)
+        self.buffers = Buffers(shapes | (plan_shapes(plan, config.max_length) if plan is not None else {}), device)
         self._page, self._tabled = config.page, [(None, 0)] * count
         self._cut: np.ndarray | None = None
         self._model, self._cache = model, cache
-        host, there = self.buffers.host, self.buffers.there
-        splits = None
-        if plan is not None:
-            arrays = ("segments", "program_starts", "slot_starts", "chunks")
-            kept = replace(plan, lengths=host["lengths"], **{name: host[name] for name in arrays})
-            splits = DevicePlan(kept, *(there[name] for name in arrays), room=room)
         self._rows = StepRows(
-            *(there[name] for name in ("tokens", "positions", "slots", "tables", "lengths")),
+            *(self.buffers.there[name] for name in ("tokens", "positions", "slots", "tables", "lengths")),
             sampled=torch.arange(count, device=device),
             decode_rows=count,
-            splits=splits,
+            splits=plan_in(self.buffers, plan, config.max_length) if plan is not None else None,
             last=config.max_length - 1,
         )
         self._replay, self._seen = None, None
@@ -124,10 +135,7 @@ class _Step:
                 self._tabled[row] = request, len(request.pages)
         host["slots"][:] = tables[np.arange(len(tables)), positions // self._page] * self._page + positions % self._page
         if plan is not None and plan.segments is not self._cut:
-            host["segments"][len(plan.segments) :] = -1  # of no row, and beyond every program
-            host["segments"][: len(plan.segments)] = plan.segments
-            for name in ("program_starts", "slot_starts", "chunks"):
-                host[name][:] = getattr(plan, name)
+            write_plan(host, plan)
             self._cut = plan.segments
         self.buffers.upload()
 

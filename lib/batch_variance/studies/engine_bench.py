@@ -168,20 +168,8 @@ def run(folder: Path, budget_seconds: float) -> None:
         concurrency: _alternating(lambda which: graph_times(graphs[which], texts, concurrency, 96), GRAPH_ROUNDS + 1)
         for concurrency in CONCURRENCIES
     }
-    for concurrency in CONCURRENCIES:
-        eager = _alternating(lambda which: _eager_times(models[which], config[which], texts, concurrency, 24), 3)
-        middle = {  # the first replayed round captures
-            which: _middle(eager[which]) | _middle(replayed[concurrency][which][1:]) for which in models
-        }
-        for which, values in middle.items():
-            for metric, value in values.items():
-                bench.add("engine", which, LABEL, concurrency, metric, "ms", value, middle["default"][metric])
-        shown = pd.DataFrame(middle)
-        shown["ratio"] = shown.invariant / shown.default
-        print(f"concurrency {concurrency}, {time.time() - start:.0f} s:", shown.round(3).to_string(), flush=True)
-        bench.save(folder)
     counted = {}
-    for which in ("default", "invariant"):
+    for which in models:
         requests = 1000 if time.time() - start < 0.5 * budget_seconds else 200
         before = graphs[which].replayed
         found = variants(models[which], config[which], texts, 32, requests, 64, graphs[which].engine)
@@ -194,7 +182,18 @@ def run(folder: Path, budget_seconds: float) -> None:
     for which, counts in counted.items():
         for metric, value, base in zip(("variant texts", "requests", "steps replayed"), counts, counted["default"]):
             bench.add("engine", which, LABEL, 32, metric, "count", value, base)
-    bench.save(folder)
+    for concurrency in CONCURRENCIES:
+        eager = _alternating(lambda which: _eager_times(models[which], config[which], texts, concurrency, 24), 3)
+        middle = {  # the first replayed round captures
+            which: _middle(eager[which]) | _middle(replayed[concurrency][which][1:]) for which in models
+        }
+        for which, values in middle.items():
+            for metric, value in values.items():
+                bench.add("engine", which, LABEL, concurrency, metric, "ms", value, middle["default"][metric])
+        shown = pd.DataFrame(middle)
+        shown["ratio"] = shown.invariant / shown.default
+        print(f"concurrency {concurrency}, {time.time() - start:.0f} s:\n{shown.round(3).to_string()}", flush=True)
+        bench.save(folder)
 
 
 def _alternating(measure: Callable[[str], dict[str, float]], rounds: int) -> dict[str, list[dict[str, float]]]:
