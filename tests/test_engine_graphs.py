@@ -23,6 +23,7 @@ from batch_variance.engine.mechanisms import Mechanisms, Settings, build
 from batch_variance.kernels.nvfp4 import policy
 from batch_variance.kernels.sets import EmulatedKernels
 from batch_variance.schedules import make_plan, plan_room
+from batch_variance.studies import engine_bench
 from batch_variance.studies.forcing import ForcedEngine
 
 CPU = torch.device("cpu")
@@ -125,6 +126,15 @@ def test_graphs_serve_one_engine_of_their_model_at_a_time(weights):
         graphs.engine(model, config)
     first.step(), first.step()
     assert isinstance(graphs.engine(model, config), Engine)
+
+
+def test_the_engine_bench_times_decode_steps_and_whole_runs_of_graphs(weights):
+    model, config = Model(weights, EmulatedKernels(), policy("default")), settings_of("free-1")
+    graphs = DecodeGraphs(model, config, Reruns())
+    found = engine_bench.graph_times(graphs, PROMPTS, 3, 20)
+    assert set(found) == {"step, CUDA graphs", "run, CUDA graphs"} and graphs.replayed > 10
+    assert 0 < found["step, CUDA graphs"] < found["run, CUDA graphs"] / 10
+    assert engine_bench.variants(model, config, PROMPTS, 4, 12, 6, graphs.engine) == (0, 12)
 
 
 def test_buffers_keep_their_places_and_the_devices_alignment():
