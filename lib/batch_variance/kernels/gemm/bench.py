@@ -43,6 +43,8 @@ _THIRTY = (
     "parallel 32x64x64 w4 s8 tma swap",
     "parallel 32x128x64 w4 s7 tma swap",
     "parallel 32x128x128 w8 s4 tma swap",
+    "parallel 32x32x128 w4 s6 tma",
+    "parallel 16x64x128 w4 s5 tma swap",
     "parallel 64x32x128 w4 s6 tma",
     "parallel 64x64x128 w4 s5 tma",
 )
