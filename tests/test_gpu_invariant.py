@@ -35,6 +35,7 @@ CONFIGS = [
     "in-turn 64x64x64 w4 s3",
 ]
 SHORT = tuple(m for m in SIZES if m <= 257)
+FAR = 8192  # as many rows as "any number" is tried at
 
 
 def one_line(found) -> str:
@@ -71,6 +72,19 @@ def test_gemm_is_one_class_accurate_and_written(K, N, count, dtype, monkeypatch)
         assert operation(x[:0]).shape == (0, N)
 
 
+def test_every_gemm_configuration_is_in_the_class_of_one_row_at_8192():
+    K, N, count = SHAPES[1]
+    x, w = random(FAR, K), random(N, K, seed=1)
+    operations = {
+        name: lambda rows, c=Config.parse(name): invariant.matmul(rows, w, None, c, count) for name in CONFIGS
+    }
+    found = classify(operations, x, (1, 1024, 4096, FAR))
+    assert set(found.failure) == {""} and not found.rows_moved.any() and not found.not_finite.any()
+    assert found.bit_class.nunique() == 1, one_line(found)
+    other = classify({"one segment": lambda rows: invariant.matmul(rows, w, count=1)}, x, (1, FAR))
+    assert set(other.bit_class).isdisjoint(found.bit_class)
+
+
 @pytest.mark.parametrize("K,N", [(576, 192), (1001, 77)])
 def test_gemm_in_float32_is_one_class_and_as_exact_as_float32(K, N):
     x, w = random(300, K, dtype=torch.float32), random(N, K, seed=1, dtype=torch.float32)
@@ -84,9 +98,11 @@ def test_gemm_by_its_own_choice_keeps_a_row_among_shuffled_others():
     for K, N in ((4096, 4096), (7168, 2048)):
         x, w = random(64, K), random(N, K, seed=1)
         x[3], x[5, 0] = torch.nan, torch.inf
-        assert differing_rows(lambda rows: invariant.matmul(rows, w), x, (1, 2, 16, 17, 33, 65, 129, 600, 1500)) == (
+        assert differing_rows(
+            lambda rows: invariant.matmul(rows, w), x, (1, 2, 16, 17, 33, 65, 129, 600, 1500, FAR)
+        ) == (
             0,
-            2363,
+            2363 + FAR,
         )
 
 
@@ -150,7 +166,7 @@ def test_nvfp4_is_one_class_accurate_and_written(K, N, count, monkeypatch):
 def test_nvfp4_keeps_a_row_among_shuffled_others():
     x, w = random(64, 4096, dtype=torch.float32), quantize(random(1024, 4096, seed=1, dtype=torch.float32))
     x[3], x[5, 0] = torch.nan, torch.inf
-    assert differing_rows(lambda rows: nvfp4.matmul(rows, w), x, (1, 2, 16, 17, 32, 33, 65, 129, 600))[0] == 0
+    assert differing_rows(lambda rows: nvfp4.matmul(rows, w), x, (1, 2, 16, 17, 32, 33, 65, 129, 600, FAR))[0] == 0
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -196,7 +212,7 @@ def test_experts_are_one_class_over_rows_and_blocks_and_the_plain_gemms(K, N, co
         found = moe.grouped_matmul(x[pick], w, chosen[pick], count=count)
         return moe.expert_sum(found, gates[pick], chosen[pick])
 
-    assert differing_rows(run, torch.arange(300.0, device="cuda").unsqueeze(1), (1, 2, 17, 129, 600))[0] == 0
+    assert differing_rows(run, torch.arange(300.0, device="cuda").unsqueeze(1), (1, 2, 17, 129, 600, FAR))[0] == 0
     assert moe.grouped_matmul(x[:0], w, chosen[:0]).shape == (0, top_k, N)
 
 
@@ -232,7 +248,7 @@ def test_row_reductions(columns, dtype):
     }
     for operation, exact in truth.items():
         assert ((operation(x).double() - exact).abs() <= 4 * torch.finfo(dtype).eps * (1 + exact.abs())).all()
-        assert differing_rows(lambda part: operation(part).view(len(part), -1), x, SHORT)[0] == 0
+        assert differing_rows(lambda part: operation(part).view(len(part), -1), x, (*SHORT, FAR))[0] == 0
         assert operation(x[:0]).shape[0] == 0
     x[3], x[5, 0] = torch.nan, torch.inf
     assert torch.equal(rows.softmax(x).isnan(), x.softmax(-1).isnan())
@@ -255,7 +271,7 @@ def test_a_model_under_the_invariant_kernels():
             return model(batch)
 
     with torch.no_grad():
-        assert differing_rows(run, x, SHORT)[0] == 0
+        assert differing_rows(run, x, (*SHORT, FAR))[0] == 0
         ours, default = run(x).double(), model(x).double()
         exact = model.double()(x.double())
     assert used.left_alone == [] and "replaced" in used.claim()

@@ -45,6 +45,23 @@ def test_without_tables_there_is_nothing(folder):
     assert costs.against_limit("gemm") is None and costs.by_segments() is None and costs.tiling() is None
 
 
+def test_weights_tuned_at_fewer_row_counts_keep_their_classes(folder):
+    times = [(1, 2.0, 1.0), (32, 1.0, 1.0), (4096, 40.0, 40.0)]
+    tuned = [(1, 1, ONE, 1.0), (1, 32, ONE, 1.0), (1, 4096, TWO, 40.0), (2, 1, ONE, 2.0), (2, 4096, TWO, 50.0)]
+    write(folder, times, tuned, [(1, m, ONE) for m in (1, 32, 4096)])
+    for name in ("recorded/gemm.csv", "recorded/gemm_tuning.csv", "tuned/gemm.csv"):  # another weight, for few rows only
+        table = pd.read_csv(folder / name)
+        other = table[table.m < 4096]
+        other = other.assign(shape="N8 K16") if "shape" in table else other.assign(n=8, k=16)
+        pd.concat([table, other]).to_csv(folder / name, index=False)
+    classes = costs.by_segments()
+    assert list(zip(classes["shape"], classes.segments)) == [(s, c) for s in ("N1000 K2000", "N8 K16") for c in (1, 2)]
+    assert 32 not in classes and classes["geometric mean"].tolist() == [0.7071, 1.118, 0.5, 1.0]
+    assert "for 2 of 2 weights" in plain(costs.segments_sentence(classes))
+    assert "25% to 25% (1 pairs)" in plain(costs.segments_sentence(classes))
+    assert costs.by_rows(costs.against_limit("gemm"))["geometric mean"].tolist() == [0.5, 1.0, 1.0]
+
+
 def test_a_table_worked_out_by_hand(folder):
     times = [(1, 2.0, 1.0), (4096, 40.0, 50.0)]
     tuned = [(2, 1, ONE, 1.0), (2, 4096, TWO, 40.0), (2, 4096, ONE, 80.0), (1, 1, ONE, 4.0), (1, 4096, TWO, 32.0)]

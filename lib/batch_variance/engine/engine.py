@@ -5,13 +5,14 @@ drawn from its seed. So two runs differ only in which rows share a step.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from ..common import BadInput
-from ..schedules import make_plan
+from ..schedules import Plan, make_plan
 from .model import MatmulRecord, Model, StepRows
 
 
@@ -66,7 +67,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        return self.computed < len(self.tokens) - 1 or not self.output
+        return self.computed < len(self.tokens) - 1 or len(self.tokens) == self.prompt_length
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ def _pieces_alone(rule: str, length: int, num_sm_parts: int, block: int) -> int:
 
 
 class Engine:
-    """Runs requests to completion, a step at a time."""
+    """Runs requests to completion, a step at a time. cache: keys and values, [layers, pages, page, KH, D] each, that an
+    engine of the same configuration has left; None for new ones."""
 
-    def __init__(self, model: Model, config: EngineConfig = EngineConfig()):
+    def __init__(self, model: Model, config: EngineConfig = EngineConfig(),
+                 cache: tuple[torch.Tensor, torch.Tensor] | None = None):
         for name in ("max_rows", "max_requests", "page", "prefill_chunk", "max_length", "num_sm_parts", "split_block", "wide_block"):
             if getattr(config, name) < 1:
                 raise BadInput(f"{name} is {getattr(config, name)}: at least 1 is needed.")
@@ -107,9 +110,10 @@ class Engine:
         shape, weights = model.weights.shape, model.weights
         pages_each = -(-config.max_length // config.page)
         size = (shape.layers, config.max_requests * pages_each, config.page, shape.kv_heads, shape.head_dim)
-        self.k_pages = torch.zeros(size, dtype=weights.embedding.dtype, device=weights.embedding.device)
-        self.v_pages = torch.zeros_like(self.k_pages)
+        like = dict(dtype=weights.embedding.dtype, device=weights.embedding.device)
+        self.k_pages, self.v_pages = cache or (torch.zeros(size, **like), torch.zeros(size, **like))
         self._free = deque(range(size[1]))
+        self._planned: tuple[tuple[int, ...], Plan | None] = (), None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.steps: list[Step] = []
@@ -127,91 +131,112 @@ class Engine:
         """Run one step; returns the requests that finished in it. With nothing to run, only time passes."""
         while self.waiting and len(self.running) < self.config.max_requests:
             self.running.append(self.waiting.popleft())
-        work = self._schedule()
-        finished = self._forward(work) if work else []
+        work, decoding = self._schedule()
+        finished = self._forward(work, decoding) if work else []
         self.now += 1
         return finished
 
-    def _schedule(self) -> list[tuple[Request, int]]:
-        """(request, tokens to compute): decoding requests first, then prefill chunks in order of arrival."""
-        decoding = [r for r in self.running if not r.prefilling]
-        work = [(r, 1) for r in decoding[: self.config.max_rows]]
-        room = self.config.max_rows - len(work)
+    def _schedule(self) -> tuple[list[tuple[Request, int]], int]:
+        """(request, tokens to compute): decoding requests first, then prefill chunks in order of arrival; and how many
+        are decoding."""
+        work, prefilling = [], []
         for request in self.running:
-            if request.prefilling and room:
+            if request.prefilling:
+                prefilling.append(request)
+            elif len(work) < self.config.max_rows:
+                work.append((request, 1))
+        decoding, room = len(work), self.config.max_rows - len(work)
+        for request in prefilling[:room]:
+            if room:
                 chunk = min(request.prompt_length - request.computed, self.config.prefill_chunk, room)
                 work.append((request, chunk))
                 room -= chunk
-        return work
+        return work, decoding
 
-    def _forward(self, work: list[tuple[Request, int]]) -> list[Request]:
-        page, device = self.config.page, self.k_pages.device
-        tokens, positions, slots, tables, sampled, sampling = [], [], [], [], [], []
-        widest = max(-(-(r.computed + count) // page) for r, count in work)
+    def _forward(self, work: list[tuple[Request, int]], decoding: int) -> list[Request]:
         for request, count in work:
-            stop = request.computed + count
-            while len(request.pages) * page < stop:
+            while len(request.pages) * self.config.page < request.computed + count:
                 request.pages.append(self._free.popleft())
-            table = request.pages + [0] * (widest - len(request.pages))
-            for position in range(request.computed, stop):
-                tokens.append(request.tokens[position])
-                positions.append(position)
-                slots.append(request.pages[position // page] * page + position % page)
-                tables.append(table)
-            if stop == len(request.tokens):
-                sampled.append(len(tokens) - 1)
-                sampling.append(request)
-        as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
-        rows = StepRows(
-            tokens=as_tensor(tokens), positions=as_tensor(positions), slots=as_tensor(slots), tables=as_tensor(tables),
-            lengths=as_tensor(positions) + 1, sampled=as_tensor(sampled), decode_rows=sum(not r.prefilling for r, _ in work),
-        )
-        if self.config.split_rule and rows.decode_rows:
-            lengths = [position + 1 for position in positions[: rows.decode_rows]]
-            block = self._block(max(lengths))
-            rows.splits = make_plan(self.config.split_rule, lengths, self.config.num_sm_parts, block)
-            self._note_attention(rows, lengths, block)
-        logits = self.model.forward(rows, self.k_pages, self.v_pages)
+        rows, logits = self._run(work, decoding)
         splits = tuple(rows.splits.pieces.tolist()) if rows.splits else ()
-        trace = tuple((r.number, count, "prefill" if r.prefilling else "decode") for r, count in work)
+        phases = ["decode"] * decoding + ["prefill"] * (len(work) - decoding)
+        trace = tuple((r.number, count, phase) for (r, count), phase in zip(work, phases))
         self.steps.append(Step(self.now, trace, tuple(rows.matmuls), splits, rows.choices))
         for request, count in work:
             request.computed += count
-        return self._sample(sampling, logits)
+        return self._sample([r for r, _ in work if r.computed == len(r.tokens)], logits)
+
+    def _run(self, work: list[tuple[Request, int]], decoding: int) -> tuple[StepRows, torch.Tensor]:
+        """The step's rows, as its trace needs them, and the logits of the requests that it samples for. The first
+        ``decoding`` requests decode."""
+        page, device = self.config.page, self.k_pages.device
+        counts = [count for _, count in work]
+        tables = np.zeros((len(work), max(len(r.pages) for r, _ in work)), np.int64)
+        for held, (request, _) in zip(tables, work):
+            held[: len(request.pages)] = request.pages
+        positions = np.concatenate([np.arange(r.computed, r.computed + count) for r, count in work])
+        tokens = np.concatenate([r.tokens[r.computed : r.computed + count] for r, count in work])
+        tables = tables.repeat(counts, axis=0)
+        slots = tables[np.arange(len(tables)), positions // page] * page + positions % page
+        ends = np.cumsum(counts) - 1
+        as_tensor = lambda values: torch.from_numpy(np.asarray(values, np.int64)).to(device)  # noqa: E731
+        tokens, where, slots = as_tensor([tokens, positions, slots])
+        rows = StepRows(
+            tokens=tokens, positions=where, slots=slots, tables=as_tensor(tables), lengths=where + 1,
+            sampled=as_tensor([end for end, (r, count) in zip(ends, work) if r.computed + count == len(r.tokens)]),
+            decode_rows=decoding, last=int(positions.max()),
+        )
+        rows.splits, rows.choices = self._plan((positions[:decoding] + 1).tolist())
+        return rows, self.model.forward(rows, self.k_pages, self.v_pages)
 
     def _block(self, longest: int) -> int:
         return self.config.wide_block if 0 < self.config.wide_from <= longest else self.config.split_block
 
-    def _note_attention(self, rows: StepRows, lengths: list[int], block: int) -> None:
-        """How many decode rows are folded in the block, and cut into the pieces, that they would be alone."""
-        for length, pieces in zip(lengths, rows.splits.pieces.tolist()):
-            for name, alike in (("attention_dispatch", block == self._block(length)),
-                                ("batch_splits", pieces == _pieces_alone(self.config.split_rule, length, self.config.num_sm_parts, block))):
-                key = name, "as alone" if alike else "by the batch"
-                rows.choices[key] = rows.choices.get(key, 0) + 1
+    def _plan(self, lengths: list[int]) -> tuple[Plan | None, dict[tuple[str, object], int]]:
+        """How decode rows of these lengths are cut, None without a split rule, and how many of them are folded in the
+        block, and cut into the pieces, that they would be alone."""
+        if not (self.config.split_rule and lengths):
+            return None, {}
+        block, parts, rule = self._block(max(lengths)), self.config.num_sm_parts, self.config.split_rule
+        whole = tuple(-(-length // block) * block for length in lengths)
+        if self._planned[0] != (block, *whole):  # a plan counts blocks: most steps have the last one's
+            self._planned = (block, *whole), make_plan(rule, lengths, parts, block)
+        plan = replace(self._planned[1], lengths=np.array(lengths, np.int32))
+        alike = {
+            "attention_dispatch": sum(block == self._block(length) for length in lengths),
+            "batch_splits": sum(n == _pieces_alone(rule, w, parts, block) for w, n in zip(whole, plan.pieces.tolist())),
+        }
+        counts = {}
+        for name, some in alike.items():
+            counts |= {(name, "as alone"): some, (name, "by the batch"): len(lengths) - some}
+        return plan, {choice: count for choice, count in counts.items() if count}
 
-    def choose(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
-        """Each request's next token. Greedy: the largest logit, of equals the one that the configuration says. logits:
-        [requests, vocabulary]. A study that forces a text overrides this."""
-        if self.config.ties == "lowest":
-            return logits.argmax(dim=-1).tolist()
-        return (logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)).tolist()
+    def choose(self, requests: list[Request], logits: torch.Tensor, greedy: list[int]) -> list[int]:
+        """Each request's next token. greedy: the largest logit's, of equals the one that the configuration says.
+        logits: [requests, vocabulary]. A study that forces a text overrides this."""
+        return greedy
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[Request]:
         if not requests:
             return []
         if self.config.logits == "bfloat16":
             logits = logits.bfloat16()
-        chosen = self.choose(requests, logits)
+        if self.config.ties == "lowest":
+            greedy = logits.argmax(dim=-1, keepdim=True)
+        else:
+            greedy = logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1, keepdim=True)
         top = logits.topk(2, dim=-1)
-        values, pairs = top.values.float(), top.indices.tolist()
+        values = top.values.float()
+        # The device is asked once: tokens and margins are all exact in float64.
+        found = torch.cat([greedy, top.indices, (values[:, :1] - values[:, 1:]).double()], dim=1).tolist()
+        chosen = self.choose(requests, logits, [int(row[0]) for row in found])
         finished = []
-        for request, token, margin, pair in zip(requests, chosen, (values[:, 0] - values[:, 1]).tolist(), pairs):
+        for request, token, (_, *pair, margin) in zip(requests, chosen, found):
             request.tokens.append(token)
             request.margins.append(margin)
-            request.runners_up.append(pair[1] if pair[0] == token else pair[0])
+            request.runners_up.append(int(pair[1] if pair[0] == token else pair[0]))
             ended = token in self.model.weights.shape.eos and not self.config.ignore_eos
-            if ended or len(request.output) == request.max_tokens:
+            if ended or len(request.tokens) == request.prompt_length + request.max_tokens:
                 request.finished = self.now
                 self.running.remove(request)
                 self._free.extend(request.pages)

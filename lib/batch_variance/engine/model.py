@@ -94,8 +94,8 @@ class StepRows:
 
     tokens, positions, slots: int64 [T], slots being flat places in the KV cache; tables: int64 [T, pages a row];
     lengths: int64 [T], position + 1; sampled: int64, the rows whose logits are wanted; splits: the plan by which the
-    decode rows' attention is cut, None to fold them as prefill rows. The forward pass adds matmuls, and choices: how often
-    an operation, by name, took which of its variants.
+    decode rows' attention is cut, None to fold them as prefill rows; last: the largest position, None to ask the tensor.
+    The forward pass adds matmuls, and choices: how often an operation, by name, took which of its variants.
     """
 
     tokens: torch.Tensor
@@ -105,7 +105,8 @@ class StepRows:
     lengths: torch.Tensor
     sampled: torch.Tensor
     decode_rows: int
-    splits: Plan | None = None
+    splits: Plan | DevicePlan | None = None
+    last: int | None = None
     matmuls: list[MatmulRecord] = field(default_factory=list)
     choices: dict[tuple[str, object], int] = field(default_factory=dict)
 
@@ -181,6 +182,13 @@ class Model:
         device, dtype = self.weights.embedding.device, self.weights.embedding.dtype
         return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
+    def rotary_tables(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [positions, D / 2], as many as the rows' positions need."""
+        last = int(rows.positions.max()) if rows.last is None else rows.last
+        if last >= self._cos.shape[0]:
+            self._cos, self._sin = self._rotary_table(2 * last)
+        return self._cos, self._sin
+
     def forward(self, rows: StepRows, k_pages: torch.Tensor, v_pages: torch.Tensor,
                 observe: Callable[[int, torch.Tensor], None] | None = None) -> torch.Tensor:
         """Logits [sampled, vocabulary] of one step; writes the rows' keys and values into their slots.
@@ -190,10 +198,8 @@ class Model:
         """
         w, shape, kernels = self.weights, self.weights.shape, self.kernels
         count, device = rows.tokens.shape[0], w.embedding.device
-        if int(rows.positions.max()) >= self._cos.shape[0]:
-            self._cos, self._sin = self._rotary_table(2 * int(rows.positions.max()))
-        cos, sin = self._cos[rows.positions][:, None, :], self._sin[rows.positions][:, None, :]
-        plan = rows.splits and (DevicePlan.upload(rows.splits, device) if device.type == "cuda" else rows.splits)
+        cos, sin = (table[rows.positions][:, None, :] for table in self.rotary_tables(rows))
+        split = _split(rows, device)
         kernels.watch(rows.choices)
         x = kernels.store(w.embedding[rows.tokens])
         for index, layer in enumerate(w.layers):
@@ -203,7 +209,7 @@ class Model:
             q, k, v = turned[:, : shape.heads], turned[:, shape.heads :], qkv[:, -shape.kv_heads :]
             k_pages[index].flatten(0, 1)[rows.slots] = k
             v_pages[index].flatten(0, 1)[rows.slots] = v
-            attended = self._attend(q.contiguous(), k_pages[index], v_pages[index], rows, plan)
+            attended = self._attend(q.contiguous(), k_pages[index], v_pages[index], rows, split)
             x = kernels.store(x + kernels.linear(attended.reshape(count, -1), layer.output))
             normed = kernels.rms_norm(x, layer.ffn_norm, shape.rms_eps)
             x = kernels.store(x + self._ffn(normed, layer.ffn, index, rows))
@@ -211,12 +217,14 @@ class Model:
                 observe(index, x)
         return kernels.head(kernels.rms_norm(x[rows.sampled], w.norm, shape.rms_eps), w.head)
 
-    def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows, plan) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: StepRows,
+                split) -> torch.Tensor:
         """[T, H, D]: decode rows along the split plan where there is one, all others folded page by page."""
-        if plan is None:
+        if split is None:
             return self.kernels.attend(q, k_pages, v_pages, rows.tables, rows.lengths)
+        plan, lengths, tables = split
         cut = rows.decode_rows
-        cache = Cache(k_pages, v_pages, rows.lengths[:cut].int(), block_table=rows.tables[:cut].int().contiguous())
+        cache = Cache(k_pages, v_pages, lengths, block_table=tables)
         decoded = self.kernels.store(split_attend(DecodeInputs(q[:cut], (cache,), q.shape[-1]), plan)[0])
         if cut == q.shape[0]:
             return decoded
@@ -279,6 +287,16 @@ class Model:
             return torch.cat([self.kernels.linear(piece, weight) for piece, weight in pieces if piece.shape[0]])
 
         return multiply
+
+
+def _split(rows: StepRows, device: torch.device) -> tuple[Plan | DevicePlan, torch.Tensor, torch.Tensor] | None:
+    """The plan of the step's decode rows, where the device reads it, with their lengths and page tables in int32."""
+    if rows.splits is None:
+        return None
+    plan, cut = rows.splits, rows.decode_rows
+    if isinstance(plan, Plan) and device.type == "cuda":
+        plan = DevicePlan.upload(plan, device)
+    return plan, rows.lengths[:cut].int(), rows.tables[:cut].int().contiguous()
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ SIZES = (
     512,
     1024,
 )
+FAR_SIZES = (*SIZES, 2048, 4096, 8192)  # for recorded classes: as far as "any number of rows" was tried
 
 
 def bit_name(tensor: torch.Tensor) -> str:

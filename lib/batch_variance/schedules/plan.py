@@ -160,6 +160,16 @@ def make_plan(
     return plan_by_rule(rule, lengths, num_programs, block_size, overhead_blocks)
 
 
+def plan_room(rule: str, batch: int, longest: int, num_programs: int, block_size: int = BLOCK_SIZE) -> tuple[int, int]:
+    """(segments, slots) that no plan of a rule exceeds for ``batch`` rows of at most ``longest`` tokens."""
+    if rule == BATCH_WIDE:  # a part begins with a cut at most
+        return batch + num_programs, batch + num_programs
+    own = own_length_rule(rule)
+    most = max(own.pieces(blocks) for blocks in range(-(-longest // block_size) + 1))
+    pieces = batch * most
+    return min(pieces, batch + num_programs) if own.folds else pieces, pieces if most > 1 else 0
+
+
 def one_program_a_row(plan: Plan) -> Plan:
     """The same rows and pieces, each row done from left to right by a program of its own.
 

@@ -47,12 +47,11 @@ class ForcedEngine(Engine):
         super().__init__(_LastHidden(model), config)
         self._texts, self._notice = texts, notice
 
-    def choose(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
-        chosen = super().choose(requests, logits)
-        self._notice(requests, self.model.hidden, logits, chosen)
+    def choose(self, requests: list[Request], logits: torch.Tensor, greedy: list[int]) -> list[int]:
+        self._notice(requests, self.model.hidden, logits, greedy)
         return [
             self._texts[r.prompt][len(r.output)] if r.prompt in self._texts else token
-            for r, token in zip(requests, chosen)
+            for r, token in zip(requests, greedy)
         ]
 
 

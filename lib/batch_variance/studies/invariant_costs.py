@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..common import data_path
+from ..kernels.gemm.bench import ROWS
 from .invariant import INVARIANT, cost_sentence, geometric_mean, recorded, recorded_ratios
 from .sources import cite, named
 
@@ -71,10 +72,10 @@ def limit_sentence(frame: pd.DataFrame) -> str:
 
 
 def by_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """Time over the default's: a line a number of rows, a column a weight, and the geometric mean. frame:
-    `against_limit`."""
+    """Time over the default's: a line a number of rows, a column a weight, and the geometric mean of those recorded.
+    frame: `against_limit`."""
     wide = frame.pivot(index="m", columns="shape", values="ratio")[list(dict.fromkeys(frame["shape"]))]
-    wide["geometric mean"] = [geometric_mean(values) for values in wide.to_numpy()]
+    wide["geometric mean"] = [geometric_mean(values[~np.isnan(values)]) for values in wide.to_numpy()]
     return wide.round(3).reset_index().rename(columns={"m": "rows"})
 
 
@@ -147,13 +148,16 @@ def _tuning() -> pd.DataFrame | None:
 
 def by_segments() -> pd.DataFrame | None:
     """The fastest configuration's time over the library's: a line a weight and number of segments (a class each), a
-    column a number of rows, the geometric mean, and whether that class is the one in use."""
+    column a number of rows at which classes are chosen, the geometric mean, and whether that class is the one in use. A
+    class that has no configuration at one of its weight's row counts is left out."""
     found = _tuning()
     if found is None:
         return None
+    found = found[found.m.isin(ROWS)]
     fastest = found.groupby(["shape", "segments", "m"], sort=False).ratio.min().unstack()
-    fastest = fastest[sorted(fastest.columns)].dropna()
-    means = [geometric_mean(values) for values in fastest.to_numpy()]
+    asked = fastest.notna().groupby(level="shape").transform("any")  # some weights are tuned at fewer row counts
+    fastest = fastest.loc[(fastest.notna() | ~asked).all(axis=1), sorted(fastest.columns)]
+    means = [geometric_mean(values[~np.isnan(values)]) for values in fastest.to_numpy()]
     used = _chosen().drop_duplicates("shape").set_index("shape").segments
     fastest = fastest.round(3)
     fastest["geometric mean"] = np.round(means, 4)
@@ -176,6 +180,7 @@ def segments_sentence(frame: pd.DataFrame) -> str:
     )
     if both and many:
         costs = [wide.loc[(s, 2), m] / wide.loc[(s, 1), m] - 1 for s in both for m in many]
+        costs = [cost for cost in costs if not np.isnan(cost)]
         text += (
             f" From 1,024 rows on a second segment costs "
             f"{cite(f'{min(costs):.0%} to {max(costs):.0%} ({len(costs)} pairs)', frame)}: partial sums of a tile go through memory."

@@ -32,13 +32,19 @@ class Workspace:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A plan whose arrays lie on the inputs' device, so that a captured launch needs nothing from the host."""
+    """A plan whose arrays lie on the inputs' device, so that a captured launch needs nothing from the host. room: slots
+    of the largest plan that may be written into the arrays before a captured launch is replayed."""
 
     plan: Plan
     segments: torch.Tensor
     program_starts: torch.Tensor
     slot_starts: torch.Tensor
     chunks: torch.Tensor
+    room: int = 0
+
+    @property
+    def slots(self) -> int:
+        return max(self.plan.num_slots, self.room)
 
     @classmethod
     def upload(cls, plan: Plan, device) -> "DevicePlan":
@@ -113,9 +119,9 @@ def launch(
     tile = tile or default_tile(inputs)
     main = inputs.d_v if inputs.latent else inputs.q.shape[2]
     tail = inputs.q.shape[2] - main
-    _check(inputs, plan.plan, fold, workspace, out, (main, tail, inputs.d_v), tile)
+    _check(inputs, plan, fold, workspace, out, (main, tail, inputs.d_v), tile)
     if workspace is None:
-        workspace = Workspace.for_slots(plan.plan.num_slots, inputs.heads, inputs.d_v, inputs.q.device)
+        workspace = Workspace.for_slots(plan.slots, inputs.heads, inputs.d_v, inputs.q.device)
     if out is None:
         out = torch.empty(inputs.batch, inputs.heads, inputs.d_v, dtype=inputs.q.dtype, device=inputs.q.device)
     lse = torch.empty(inputs.batch, inputs.heads, dtype=torch.float32, device=inputs.q.device)
@@ -176,7 +182,7 @@ def launch(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    if plan.plan.num_slots:
+    if plan.slots:
         kernels.combine_kernel[(inputs.batch, inputs.heads)](
             plan.slot_starts,
             workspace.accumulators,
@@ -194,7 +200,8 @@ def launch(
     return out, lse
 
 
-def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) -> None:
+def _check(inputs, there: DevicePlan, fold: str, workspace, out, widths, tile: Tile) -> None:
+    plan = there.plan
     check_fold(fold, KERNEL_FOLDS, plan)
     if plan.batch != inputs.batch:
         raise BadInput(f"the plan is for {plan.batch} rows, the inputs have {inputs.batch}: plan this batch.")
@@ -214,10 +221,10 @@ def _check(inputs, plan: Plan, fold: str, workspace, out, widths, tile: Tile) ->
         raise BadInput(f"a tile of warpgroups has {tile.heads} heads and {tile.warps} warps: give 64 and 8.")
     if workspace is not None:
         slots = min(workspace.accumulators.shape[0], workspace.states.shape[0])
-        if slots < plan.num_slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:
+        if slots < there.slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:
             raise BadInput(
                 f"the split buffer has shape {list(workspace.accumulators.shape)}: this plan needs "
-                f"[{plan.num_slots}, {inputs.heads}, {d_v}]."
+                f"[{there.slots}, {inputs.heads}, {d_v}]."
             )
     if out is not None and (
         list(out.shape) != [inputs.batch, inputs.heads, d_v] or out.dtype != inputs.q.dtype or not out.is_contiguous()

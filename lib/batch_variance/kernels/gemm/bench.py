@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from ...common import BadInput, write_atomically
 from ...common.provenance import gpu_columns
-from ..classes import SIZES, bit_name, classify, watch, widest_class
+from ..classes import FAR_SIZES, bit_name, classify, watch, widest_class
 from ..recorded import Benchmark, replace_rows
 from ..timing import alternating_microseconds, copies, graph_microseconds
-from .invariant import Config, matmul, segment_steps, tuned
+from .invariant import DEFAULTS, STEP, Config, by_rows, matmul, tuned
 from .reference import matmul_float64
 
-SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # (K, N)
+SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # (K, N) of the recorded comparison
 ROWS = (1, 16, 64, 256, 1024, 4096)
 CHECKED = 64  # rows held against float64
 
@@ -35,6 +35,18 @@ _FEW = (
     "parallel 16x128x64 w8 s4",
     "parallel 16x64x64 w4 s3",
     "parallel 16x32x128 w4 s6 tma",
+)
+_THIRTY = (
+    "parallel 32x64x128 w4 s4 tma swap",
+    "parallel 32x64x128 w4 s5 tma swap",
+    "parallel 32x64x128 w4 s5 swap",
+    "parallel 32x64x64 w4 s8 tma swap",
+    "parallel 32x128x64 w4 s7 tma swap",
+    "parallel 32x128x128 w8 s4 tma swap",
+    "parallel 32x32x128 w4 s6 tma",
+    "parallel 16x64x128 w4 s5 tma swap",
+    "parallel 64x32x128 w4 s6 tma",
+    "parallel 64x64x128 w4 s5 tma",
 )
 _SOME = (
     "parallel 64x64x128 w4 s5 tma",
@@ -86,12 +98,14 @@ _MANY = (
     "parallel 128x256x64 w4 s3 tma ws",
     "parallel 256x128x64 w4 s4 tma ws",
 )
-CANDIDATES = {1: _FEW, 16: _FEW, 64: _SOME, 256: _MORE, 1024: _MANY, 4096: _MANY}
+CANDIDATES = {1: _FEW, 16: _FEW, 32: _THIRTY, 64: _SOME, 256: _MORE, 1024: _MANY, 4096: _MANY}
 
 
 def counts_tried(K: int, N: int) -> tuple[int, ...]:
-    """Numbers of segments worth trying for a weight [N, K]."""
-    return (1, 2) if N > 6144 else (1, 2, 4) if N > 3072 else (1, 2, 3, 4)
+    """Numbers of segments worth trying for a weight [N, K], of those into which K can fall."""
+    worth = (1, 2) if N > 6144 else (1, 2, 4) if N > 3072 else (1, 2, 3, 4)
+    steps = -(-K // STEP)
+    return tuple(count for count in worth if (count - 1) * -(-steps // count) < steps)
 
 
 def compile_ahead(workers: int, rows: tuple[int, ...] = ROWS) -> None:
@@ -122,6 +136,7 @@ class _Shape:
         make = lambda *size: torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         self.K, self.N, self.x = K, N, make(max(ROWS), K)
         self.weights = [make(N, K) for _ in range(copies(2 * N * K))]
+        self.more = make(max(FAR_SIZES) - max(ROWS), K)  # made last: classes tried on x keep their names
         self.exact = matmul_float64(self.x[:CHECKED], self.weights[0])
         self.bound = 2.0**-8 * self.exact.abs() + 2.0**-16 * (
             self.x[:CHECKED].double().abs() @ self.weights[0].double().abs().t()
@@ -206,15 +221,24 @@ def _choose(tuning: pd.DataFrame, library: dict[int, float]) -> tuple[int, dict[
     return count, best[count][1]
 
 
-def run(folder: Path, budget_seconds: float, rows: tuple[int, ...] = ROWS, workers: int = 12) -> None:
-    """Tune and time every shape of SHAPES within the budget; writes gemm.csv, gemm_tuning.csv and gemm_classes.csv in
-    the folder, and tuned/gemm.csv beside it, each as soon as a shape is done. rows: some of ROWS, to tune these again
-    in the class that the table names, and leave the others. Raises BadInput for other row counts, and for some where
-    the table names no class."""
-    if not rows or set(rows) - set(ROWS):
-        raise BadInput(f"rows {list(rows)}: give some of {', '.join(map(str, ROWS))}.")
+def run(
+    folder: Path,
+    budget_seconds: float,
+    rows: tuple[int, ...] = ROWS,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    workers: int = 12,
+) -> None:
+    """Tune and time every shape (K, N) within the budget; writes gemm.csv, gemm_tuning.csv and gemm_classes.csv in the
+    folder, and tuned/gemm.csv beside it, each as soon as a shape is done.
+
+    rows: ROWS, which choose a shape's class anew; or other row counts that have candidates, to tune these in the class
+    that the table names and leave the others. They choose the class of a shape outside SHAPES that has none. Raises
+    BadInput for row counts without candidates, and for some rows of SHAPES where the table names no class.
+    """
+    if not rows or set(rows) - set(CANDIDATES):
+        raise BadInput(f"rows {list(rows)}: give some of {', '.join(map(str, CANDIDATES))}.")
     known = tuned("gemm") if tuple(rows) != ROWS else {}
-    missing = [f"N{N} K{K}" for K, N in SHAPES if tuple(rows) != ROWS and (N, K) not in known]
+    missing = [f"N{N} K{K}" for K, N in shapes if tuple(rows) != ROWS and (K, N) in SHAPES and (N, K) not in known]
     if missing:
         raise BadInput(f"tuned/gemm.csv has no class for {', '.join(missing)}: tune all rows first.")
     start = time.time()
@@ -222,16 +246,15 @@ def run(folder: Path, budget_seconds: float, rows: tuple[int, ...] = ROWS, worke
     compile_ahead(workers, rows)
     print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
     bench, ratios = Benchmark("gemm"), []
-    for index, (K, N) in enumerate(SHAPES):
+    for index, (K, N) in enumerate(shapes):
         left = budget_seconds - (time.time() - start)
-        deadline = time.time() + 0.8 * left / (len(SHAPES) - index)
+        deadline = time.time() + 0.8 * left / (len(shapes) - index)
         shape, begun = _Shape(K, N), time.time()
         library = library_times(shape, rows)
         tried, classes = [], {}
-        for count in (known[N, K][0],) if known else counts_tried(K, N):
-            if segment_steps(K, count):
-                more, classes[count] = tune(shape, count, deadline, rows)
-                tried += more
+        for count in (known[N, K][0],) if (N, K) in known else counts_tried(K, N):
+            more, classes[count] = tune(shape, count, deadline, rows)
+            tried += more
         tuning = pd.DataFrame(tried)
         replace_rows(
             folder / "gemm_tuning.csv",
@@ -250,7 +273,7 @@ def run(folder: Path, budget_seconds: float, rows: tuple[int, ...] = ROWS, worke
             for line in outside.head(4).itertuples():
                 print("   outside:", line.m, line.config, line.bit_class, flush=True)
         count, chosen = _choose(tuning, library)
-        if known:
+        if (N, K) in known:
             chosen = {m: str(config) for m, config in known[N, K][1]} | chosen
         _write_table(folder.parent / "tuned" / "gemm.csv", N, K, count, chosen)
         for m in rows:
@@ -282,6 +305,20 @@ def run(folder: Path, budget_seconds: float, rows: tuple[int, ...] = ROWS, worke
     )
 
 
+def record_classes(folder: Path, shapes: tuple[tuple[int, int], ...] = SHAPES) -> None:
+    """Name the bits of every shape (K, N) again over row counts, with the table as it is; writes gemm_classes.csv and
+    the classes in gemm.csv. Raises BadInput for a shape that the table does not hold."""
+    missing = [f"N{N} K{K}" for K, N in shapes if (N, K) not in tuned("gemm")]
+    if missing:
+        raise BadInput(f"tuned/gemm.csv does not hold {', '.join(missing)}: tune first.")
+    bench, start, where = Benchmark("gemm"), time.time(), gpu_columns()
+    for K, N in shapes:
+        count, chosen = tuned("gemm")[N, K]
+        _record_classes(folder, bench, _Shape(K, N), count, {m: str(config) for m, config in chosen}, where)
+        bench.save(folder)
+        print(f"K {K} N {N}: {time.time() - start:.0f} s", flush=True)
+
+
 def _write_table(path: Path, N: int, K: int, count: int, chosen: dict[int, str]) -> None:
     table = pd.DataFrame([dict(n=N, k=K, segments=count, m=m, config=config) for m, config in chosen.items()])
     if path.exists():
@@ -294,19 +331,18 @@ def _record_classes(
     folder: Path, bench: Benchmark, shape: _Shape, count: int, chosen: dict[int, str], where: dict
 ) -> None:
     """Bits over row counts: the library's, the chosen configurations', and the dispatch that changes between them."""
-    weight = shape.weights[0]
+    weight, x = shape.weights[0], torch.cat([shape.x, shape.more])
+    table = sorted((m, Config.parse(name)) for m, name in chosen.items())
 
     def dispatched(x):
-        name = next(chosen[m] for m in ROWS if len(x) <= m)
-        return matmul(x, weight, config=Config.parse(name), count=count)
+        return matmul(x, weight, config=by_rows(table, DEFAULTS, len(x)), count=count)
 
-    sizes = [m for m in (*SIZES, 2048, 4096) if m <= max(ROWS)]
     candidates = {"library": lambda x: F.linear(x, weight), "invariant": dispatched}
     candidates |= {
         name: lambda x, c=Config.parse(name): matmul(x, weight, config=c, count=count)
         for name in dict.fromkeys(chosen.values())
     }
-    frame = classify(candidates, shape.x, sizes)
+    frame = classify(candidates, x, FAR_SIZES)
     key = ("kernel", "shape", "candidate", "m", "gpu")
     rows = frame.assign(kernel="gemm", shape=f"N{shape.N} K{shape.K}").to_dict("records")
     replace_rows(folder / "gemm_classes.csv", [{**row, **where} for row in rows], key)

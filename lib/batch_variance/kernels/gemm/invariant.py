@@ -85,11 +85,21 @@ def tuned(benchmark: str) -> dict[tuple[int, int], tuple[int, tuple[tuple[int, C
     return {shape: (count, tuple(sorted(rows, key=lambda r: r[0]))) for shape, (count, rows) in found.items()}
 
 
+BEYOND = 1024  # the last configuration of a table that ends below is not taken for more rows: it was tuned for few
+
+
+def by_rows(table, defaults, M: int) -> Config:
+    """The configuration of the smallest row count in the table that is M or more; beyond all, the last, or the
+    defaults' where the table ends early or is empty. table, defaults: (largest M, configuration) rising, None for any
+    M."""
+    if not table or table[-1][0] < min(M, BEYOND):
+        table = defaults
+    return next((config for most, config in table if most is None or M <= most), table[-1][1])
+
+
 def chosen(benchmark: str, defaults, M: int, N: int, K: int) -> Config:
-    """The configuration of the smallest row count in the table, or else the defaults, that is M or more; beyond all,
-    the last."""
-    rows = tuned(benchmark).get((N, K), (0, ()))[1] or defaults
-    return next((config for most, config in rows if most is None or M <= most), rows[-1][1])
+    """What the table of a benchmark, or else the defaults, choose for M rows of a weight [N, K]."""
+    return by_rows(tuned(benchmark).get((N, K), (0, ()))[1], defaults, M)
 
 
 def segments(N: int, K: int) -> int:

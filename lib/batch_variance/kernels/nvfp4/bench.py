@@ -12,12 +12,12 @@ import torch
 from ...common import BadInput, write_atomically
 from ...common.provenance import gpu_columns
 from ...numerics import NVFP4Tensor
-from ..classes import SIZES, bit_name, classify, widest_class
-from ..gemm.invariant import Config
+from ..classes import FAR_SIZES, bit_name, classify, widest_class
+from ..gemm.invariant import Config, by_rows, tuned
 from ..recorded import Benchmark, replace_rows
 from ..timing import alternating_microseconds, copies, graph_microseconds
 from . import triton as default_kernels
-from .invariant import INVARIANT, matmul
+from .invariant import DEFAULTS, INVARIANT, matmul
 from .policy import policy
 from .reference import matmul_float64
 
@@ -90,12 +90,9 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
     compile_ahead(workers)
     print(f"compiled ahead in {time.time() - start:.0f} s", flush=True)
     bench, few, many = Benchmark("nvfp4"), [], []
-    dispatch = policy("default")
     for index, (K, N) in enumerate(SHAPES):
         deadline = time.time() + 0.8 * (budget_seconds - (time.time() - start)) / (len(SHAPES) - index)
-        generator = torch.Generator("cuda").manual_seed(index)
-        x = torch.randn(max(ROWS), K, generator=generator, device="cuda")
-        weights = [random_weight(K, N, generator) for _ in range(copies(0.5625 * N * K))]
+        x, weights, more = _inputs(K, N, index)
         exact = matmul_float64(x[:CHECKED], weights[0], INVARIANT)
         bound = K * 2.0**-22 * (x[:CHECKED].abs().double() @ weights[0].dequantize().abs().double().t())
 
@@ -105,10 +102,7 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         def timed(call, m):
             return graph_microseconds(calls(call, m))
 
-        def default(rows, w):
-            return default_kernels.matmul(rows, w, dispatch.choose(len(rows)))
-
-        before = {m: timed(default, m) for m in ROWS}
+        before = {m: timed(_default, m) for m in ROWS}
         rows = []
         for count in COUNTS:
             mine = [
@@ -142,7 +136,9 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
         _write_table(folder.parent / "tuned" / "nvfp4.csv", N, K, count, chosen)
         for m in ROWS:
             config = Config.parse(chosen[m])
-            base, mine = alternating_microseconds(calls(default, m), calls(lambda a, w: matmul(a, w, config, count), m))
+            base, mine = alternating_microseconds(
+                calls(_default, m), calls(lambda a, w: matmul(a, w, config, count), m)
+            )
             shape = f"N{N} K{K}"
             moved = 0.5625 * N * K + 4 * m * (K + N)
             for name, value in (("default", base), ("invariant", mine)):
@@ -155,28 +151,61 @@ def run(folder: Path, budget_seconds: float, workers: int = 12) -> None:
                 flush=True,
             )
 
-        def chosen_by_rows(rows):
-            return matmul(rows, weights[0], Config.parse(next(chosen[m] for m in ROWS if len(rows) <= m)), count)
-
-        frame = classify(
-            {"default": lambda a: default(a, weights[0]), "invariant": chosen_by_rows},
-            x,
-            [m for m in SIZES if m <= max(ROWS)],
-        )
-        found = frame.assign(kernel="nvfp4", shape=f"N{N} K{K}").to_dict("records")
-        replace_rows(
-            folder / "gemm_classes.csv",
-            [{**row, **where} for row in found],
-            ("kernel", "shape", "candidate", "m", "gpu"),
-        )
-        counts = frame.groupby("candidate").bit_class.nunique()
-        for name in counts.index:
-            bench.add("nvfp4", name, f"N{N} K{K}", 0, "bit classes", "count", int(counts[name]), int(counts["default"]))
-        print("bit classes:", counts.to_dict(), "rows moved:", int(frame.rows_moved.sum()), flush=True)
+        _record_classes(folder, bench, torch.cat([x, more]), weights[0], (N, K), count, chosen, where)
         bench.save(folder)
     for label, values in (("up to 32 rows", few), ("above", many)):
         print(f"{label}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.3f}", flush=True)
     print(f"{time.time() - start:.0f} s", flush=True)
+
+
+def _default(x: torch.Tensor, weight: NVFP4Tensor) -> torch.Tensor:
+    return default_kernels.matmul(x, weight, policy("default").choose(len(x)))
+
+
+def _inputs(K: int, N: int, seed: int) -> tuple[torch.Tensor, list[NVFP4Tensor], torch.Tensor]:
+    """Rows to time, as many weights as a cache does not hold, and more rows to classify."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(max(ROWS), K, generator=generator, device="cuda")
+    weights = [random_weight(K, N, generator) for _ in range(copies(0.5625 * N * K))]
+    return x, weights, torch.randn(max(FAR_SIZES) - max(ROWS), K, generator=generator, device="cuda")
+
+
+def record_classes(folder: Path) -> None:
+    """Name the bits of every shape of SHAPES again over row counts, with the table as it is; writes gemm_classes.csv
+    and the classes in nvfp4.csv. Raises BadInput for a shape that the table does not hold."""
+    missing = [f"N{N} K{K}" for K, N in SHAPES if (N, K) not in tuned("nvfp4")]
+    if missing:
+        raise BadInput(f"tuned/nvfp4.csv does not hold {', '.join(missing)}: tune first.")
+    bench, start, where = Benchmark("nvfp4"), time.time(), gpu_columns()
+    for index, (K, N) in enumerate(SHAPES):
+        x, weights, more = _inputs(K, N, index)
+        count, chosen = tuned("nvfp4")[N, K]
+        table = {m: str(config) for m, config in chosen}
+        _record_classes(folder, bench, torch.cat([x, more]), weights[0], (N, K), count, table, where)
+        bench.save(folder)
+        print(f"K {K} N {N}: {time.time() - start:.0f} s", flush=True)
+
+
+def _record_classes(
+    folder: Path, bench: Benchmark, x, weight, shape, count: int, chosen: dict[int, str], where
+) -> None:
+    """Bits over row counts: the default's, and the dispatch's between the chosen configurations."""
+    (N, K), table = shape, sorted((m, Config.parse(name)) for m, name in chosen.items())
+
+    def dispatched(rows):
+        return matmul(rows, weight, by_rows(table, DEFAULTS, len(rows)), count)
+
+    frame = classify({"default": lambda rows: _default(rows, weight), "invariant": dispatched}, x, FAR_SIZES)
+    found = frame.assign(kernel="nvfp4", shape=f"N{N} K{K}").to_dict("records")
+    replace_rows(
+        folder / "gemm_classes.csv",
+        [{**row, **where} for row in found],
+        ("kernel", "shape", "candidate", "m", "gpu"),
+    )
+    counts = frame.groupby("candidate").bit_class.nunique()
+    for name in counts.index:
+        bench.add("nvfp4", name, f"N{N} K{K}", 0, "bit classes", "count", int(counts[name]), int(counts["default"]))
+    print("bit classes:", counts.to_dict(), "rows moved:", int(frame.rows_moved.sum()), flush=True)
 
 
 def _attempt(row: dict, deadline: float, work) -> None:

@@ -128,6 +128,7 @@ def grouped_matmul(
     y = torch.empty(R, N, dtype=torch.float32, device=x.device)
     arrays = (weights.codes, weights.block_scale, weights.tensor_scale, y, N, K)
     x = x.contiguous()
+    tiles_of = _tiles_kept if len(counts) == 1 else _tiles
     for arithmetic in dict.fromkeys(arithmetics):
         mine = tuple(n if other == arithmetic else -n for n, other in zip(counts, arithmetics))
         if max(mine, default=0) < 1:
@@ -138,11 +139,11 @@ def grouped_matmul(
             FOLD=arithmetic.tensor_scale == "before",
         )
         if arithmetic.order == "gemv":
-            tiles = _tiles(mine, 1, x.device)
+            tiles = tiles_of(mine, 1, x.device)
             _gemv[(triton.cdiv(N, 16), tiles.shape[1])](x, tiles, *arrays, **rounds, BLOCK_N=16, BLOCK_K=128, num_warps=4)
         else:
             both = rounds["ROUND_X"] and rounds["ROUND_W"]
-            tiles = _tiles(mine, BLOCK_M, x.device)
+            tiles = tiles_of(mine, BLOCK_M, x.device)
             _gemm[(triton.cdiv(N, 16), tiles.shape[1])](
                 x, tiles, *arrays, **rounds, OPERAND=operand or (tl.bfloat16 if both else tl.float32),
                 BLOCK_M=BLOCK_M, BLOCK_N=16, BLOCK_K=64, num_warps=4)
@@ -162,3 +163,7 @@ def _tiles(counts: tuple[int, ...], block: int, device: torch.device) -> torch.T
             found += [(row, expert) if block == 1 else (row, stop, expert) for row in range(start, stop, block)]
         start = stop
     return torch.tensor(list(zip(*found)), dtype=torch.int32, device=device)
+
+
+# One expert's are few, and a captured graph reads them at every replay: they are never dropped.
+_tiles_kept = lru_cache(maxsize=None)(_tiles.__wrapped__)
