@@ -6,6 +6,7 @@ import torch
 
 from batch_variance.kernels.decode import DecodeInputs, emulate, exact, launch, plan_decode, random_inputs
 from batch_variance.kernels.decode.launch import KERNEL_FOLDS, DevicePlan, Workspace
+from batch_variance.schedules import spread
 
 LENGTHS = [100, 0, 33, 16]
 SHAPES = (
@@ -46,8 +47,13 @@ for shape, dtype, bound in SHAPES:
                 poisoned(inputs.row(row), plan_decode(inputs.row(row), rule, 5, 16), fold)[0]
                 for row in range(len(LENGTHS))
             ]
+            everywhere = poisoned(inputs, spread(plan), fold)
             results.append(
                 {
+                    "spread_differs": sum(
+                        not torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip((out, got), everywhere)
+                    ),
+                    "spread_slots": spread(plan).num_slots - plan.num_slots,
                     "rule": rule,
                     "fold": fold,
                     "heads": inputs.heads,

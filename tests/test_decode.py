@@ -233,7 +233,9 @@ def test_triton_kernels_in_the_interpreter():
         assert case["error"] < case["bound"], case
         assert case["lse_error"] < 1e-5 and case["poison"] == 0, case
         assert case["emulation_equal"] > 0.98, case
+        assert case["spread_differs"] == 0, case
         if case["rule"] != "flashmla":
             assert case["solo_differs"] == 0, case
     assert any(case["solo_differs"] for case in found if case["rule"] == "flashmla")
+    assert any(case["spread_slots"] for case in found if case["rule"] == "free-2")
     assert np.isfinite([case["error"] for case in found]).all()

@@ -36,7 +36,7 @@ SHAPES = {
 
 def bits(inputs, rule, programs, tile):
     """Raw bits of out and LSE, from buffers full of NaN."""
-    plan = plan_decode(inputs, rule, programs)
+    plan = tile.takes(plan_decode(inputs, rule, programs), inputs.d_v)
     out = torch.full((inputs.batch, inputs.heads, inputs.d_v), torch.nan, dtype=inputs.q.dtype, device="cuda")
     work = Workspace.for_slots(plan.num_slots, inputs.heads, inputs.d_v, "cuda")
     work.accumulators.fill_(torch.nan)

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from batch_variance.common import BadInput, data_path
 from batch_variance.schedules import (
     BATCH_WIDE,
+    Segment,
     decode_lengths,
     flashmla_calls,
     flashmla_schedule,
@@ -19,6 +20,7 @@ from batch_variance.schedules import (
     one_program_a_row,
     own_length_rule,
     plan_from_schedule,
+    spread,
 )
 from batch_variance.schedules.flashmla_calls import _fill, _parts_needed
 from batch_variance.schedules.command import schedule as command
@@ -295,3 +297,23 @@ def test_command_refuses():
     assert CliRunner().invoke(command, ["ten"]).exit_code == 2
     assert isinstance(CliRunner().invoke(command, ["10", "--block-size", "0"]).exception, BadInput)
     assert BATCH_WIDE == "flashmla"
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=12), st.integers(1, 30), st.sampled_from(["free-2", "free-most-3"]))
+def test_spread_plans_give_every_piece_a_slot_of_its_own(lengths, programs, rule):
+    plan = make_plan(rule, lengths, programs, 16)
+    found = spread(plan)
+    taken = []
+    for segment in map(lambda s: Segment(*s), found.segments.tolist()):
+        pieces = -(-(segment.end_block - segment.begin_block) // int(plan.chunks[segment.row]))
+        if plan.pieces[segment.row] == 1:
+            assert segment.slot == -1
+        else:
+            first = int(found.slot_starts[segment.row])
+            assert segment.slot - first == segment.begin_block // int(plan.chunks[segment.row])
+            taken += range(segment.slot, segment.slot + pieces)
+    assert sorted(taken) == list(range(found.num_slots))
+    assert np.array_equal(found.segments[:, :3], plan.segments[:, :3]) and found.bounds_of(0) == plan.bounds_of(0)
+    assert spread(found) is found
+    whole = make_plan("fixed-chunk-2", lengths, programs, 16)
+    assert spread(whole) is whole

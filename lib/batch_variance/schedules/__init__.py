@@ -2,7 +2,17 @@
 
 from .flashmla import FlashMLASchedule, Part, decode_lengths, flashmla_schedule, num_sm_parts
 from .flashmla_calls import FlashMLACall, flashmla_calls
-from .plan import BATCH_WIDE, Plan, Segment, make_plan, one_program_a_row, plan_by_rule, plan_from_schedule, plan_room
+from .plan import (
+    BATCH_WIDE,
+    Plan,
+    Segment,
+    make_plan,
+    one_program_a_row,
+    plan_by_rule,
+    plan_from_schedule,
+    plan_room,
+    spread,
+)
 from .rules import KINDS, Rule, own_length_rule
 
 __all__ = [
@@ -24,4 +34,5 @@ __all__ = [
     "plan_by_rule",
     "plan_from_schedule",
     "plan_room",
+    "spread",
 ]

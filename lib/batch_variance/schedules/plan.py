@@ -5,7 +5,7 @@ and which partials the combine step folds. Both FlashMLA's batch-wide schedule a
 so that one kernel runs them all and a difference in bits can only come from the cutting.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -35,7 +35,8 @@ class Plan:
     rule: the rule's name; lengths: tokens a row; block_size: tokens a block; chunks: ``[batch]`` blocks a piece of
     the row, 0 where every segment is one piece; segments: ``[n, 4]`` (row, begin_block, end_block, slot), grouped by
     program; program_starts: ``[programs + 1]`` offsets into segments; slot_starts: ``[batch + 1]`` prefix sums of partials
-    a row, a row that one program finishes alone having none; pieces: ``[batch]`` pieces of the row's reduction tree.
+    a row, a row that one program finishes alone having none; pieces: ``[batch]`` pieces of the row's reduction tree;
+    spread: whether a segment that starts its row also fills one slot a piece, nothing being folded in place.
     """
 
     rule: str
@@ -46,6 +47,7 @@ class Plan:
     program_starts: np.ndarray
     slot_starts: np.ndarray
     pieces: np.ndarray
+    spread: bool = False
 
     @property
     def batch(self) -> int:
@@ -168,6 +170,21 @@ def plan_room(rule: str, batch: int, longest: int, num_programs: int, block_size
     most = max(own.pieces(blocks) for blocks in range(-(-longest // block_size) + 1))
     pieces = batch * most
     return min(pieces, batch + num_programs) if own.folds else pieces, pieces if most > 1 else 0
+
+
+def spread(plan: Plan) -> Plan:
+    """The same segments with a slot for every piece of a row of several, for kernels that cannot fold in place: the same
+    tree, all of it folded by the combine step. Plans of rules that do not fold in place are that already."""
+    if not plan.folds or plan.spread:
+        return plan
+    row, begin, end, _ = plan.segments.T
+    places = np.where(plan.pieces[row] > 1, -(-(end - begin) // plan.chunks[row]), 0)
+    order = np.lexsort((begin, row))
+    slots = np.empty_like(places)
+    slots[order] = np.cumsum(places[order]) - places[order]
+    segments = np.stack([row, begin, end, np.where(places > 0, slots, -1)], axis=1).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row, places, plan.batch))]).astype(np.int32)
+    return replace(plan, segments=np.ascontiguousarray(segments), slot_starts=starts, spread=True)
 
 
 def one_program_a_row(plan: Plan) -> Plan:

@@ -25,7 +25,9 @@ from ..kernels.decode import (
     DecodeInputs,
     DevicePlan,
     Tile,
+    WARPGROUPS,
     Workspace,
+    default_tile,
     emulate,
     exact,
     launch,
@@ -271,6 +273,7 @@ def _truth(inputs: DecodeInputs, rows: int = 4):
 def triton_time(make, rule: str, tile: Tile | None = None, programs: list[int] | None = None) -> tuple[float, int]:
     """Best median over the program counts tried, and that count."""
     first = make(0)
+    tile = tile or default_tile(first)
     tokens = sum(first.lengths(64))
     wide = first.kv_heads * (first.q.shape[2] + (0 if first.latent else first.d_v)) * 2
     sets = [make(seed) for seed in range(int(np.clip(200e6 / (tokens * wide), 1, 8)))]
@@ -278,7 +281,7 @@ def triton_time(make, rule: str, tile: Tile | None = None, programs: list[int] |
     for count in programs or programs_tried(first):
         calls = []
         for inputs in sets:
-            plan = DevicePlan.upload(make_plan(rule, inputs.lengths(64), count), "cuda")
+            plan = DevicePlan.upload(tile.takes(make_plan(rule, inputs.lengths(64), count), inputs.d_v), "cuda")
             work = Workspace.for_slots(plan.plan.num_slots, inputs.heads, inputs.d_v, "cuda")
             calls.append(lambda i=inputs, p=plan, w=work: launch(i, p, workspace=w, tile=tile))
         found.append((graph_microseconds(calls), count))
@@ -463,7 +466,7 @@ def check_stage(rec: Recorder, op) -> None:
 def tune_stage(rec: Recorder) -> None:
     tiles = {
         "grouped": [Tile(16, 4, 5), Tile(16, 4, 3), Tile(16, 4, 7), Tile(16, 2, 5)],
-        "latent": [Tile(32, 8, 5), Tile(32, 8, 3), Tile(16, 8, 5), Tile(16, 8, 3), Tile(16, 4, 3)],
+        "latent": [WARPGROUPS, Tile(32, 8, 5), Tile(32, 8, 3), Tile(16, 8, 5), Tile(16, 8, 3), Tile(16, 4, 3)],
     }
     for group, shape, batch, make in triton_cases(quick=True):
         wanted = shape in ("h64 kv8 d128 8192 ragged", "h64 d576 topk2048 full")

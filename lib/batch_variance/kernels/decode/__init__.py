@@ -8,7 +8,7 @@ import torch
 from ...common import BadInput
 from ...schedules import BATCH_WIDE, Plan, make_plan
 from .inputs import Cache, DecodeInputs, random_inputs
-from .launch import DevicePlan, Tile, Workspace, default_tile, launch, programs_for
+from .launch import WARPGROUPS, DevicePlan, Tile, Workspace, default_tile, launch, programs_for
 from .reference import FOLDS, emulate, exact
 
 # Dispatch policies as data: the name in recorded tables, and the rule that cuts rows.
@@ -47,6 +47,7 @@ __all__ = [
     "FOLDS",
     "POLICIES",
     "Tile",
+    "WARPGROUPS",
     "Workspace",
     "attend",
     "default_tile",

@@ -1,24 +1,33 @@
-"""Times split-KV decode under the free schedule against the best batch-wide schedule of the same kernel, on CUDA.
+"""Times split-KV decode under the free schedule against the best batch-wide schedule of the same kernels, on CUDA.
 
 Pieces of a fixed number of blocks fold left to right whatever the schedule, so the number of programs may be tuned for
 each batch without a bit changing: every tuned launch is held against one program a row, and against the row alone.
 """
 
+import importlib
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...schedules import BATCH_WIDE, make_plan, one_program_a_row
+from ...common import BadInput
+from ...schedules import BATCH_WIDE, Plan, make_plan, one_program_a_row
 from ..recorded import Benchmark
 from ..timing import copies, graph_microseconds
 from .inputs import Cache, DecodeInputs
-from .launch import DevicePlan, Workspace, launch, programs_for
+from .launch import WARPGROUPS, DevicePlan, Tile, Workspace, launch, programs_for
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (1024, 8192)
-RULES = ("free-1", "free-2", "free-4", "free-8", "free-most-4", "free-most-8", "free-most-16", "free-most-32")
+RULES = ("free-1", "free-2", "free-4", "free-8", "free-most-8", "free-most-16", "free-most-32")
+LATENT_BATCHES, LATENT_TOPK, LATENT_PAGES = (1, 8, 32, 128), 2048, 4096
+LATENT_SHAPE = f"h64 d576 topk{LATENT_TOPK} full"
+LATENT_RULES = ("never-split", "free-4", "free-8", "free-16")
+TILES = (Tile(16, 4, 5), Tile(16, 4, 3))
+LATENT_TILES = (Tile(32, 8, 5), WARPGROUPS)
+FILLS = (1, 2, 4, 8)  # programs, in times of what fills the multiprocessors once
 POOL_PAGES = 16384
 PAGE = 64
 
@@ -35,6 +44,16 @@ def random_inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     return DecodeInputs(q, (cache,), 128)
 
 
+def latent_inputs(pool: torch.Tensor, batch: int, seed: int) -> DecodeInputs:
+    """64 query heads over one latent cache of 512 + 64 numbers a token, LATENT_TOPK random places a row."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    places = (len(pool) * PAGE, (batch, LATENT_TOPK))
+    indices = torch.randint(0, *places, generator=generator, device="cuda", dtype=torch.int32)
+    lengths = torch.full((batch,), LATENT_TOPK, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, 64, 576, generator=generator, device="cuda", dtype=torch.bfloat16)
+    return DecodeInputs(q, (Cache(pool, None, lengths, indices=indices),), 512)
+
+
 def row_lengths(batch: int, longest: int, kind: str, seed: int) -> list[int]:
     if kind == "full":
         return [longest] * batch
@@ -45,38 +64,105 @@ def _bits(pair) -> tuple[torch.Tensor, torch.Tensor]:
     return pair[0].view(torch.int16), pair[1].view(torch.int32)
 
 
-def _time(sets: list[DecodeInputs], rule: str, programs: int) -> float:
-    calls = []
-    for inputs in sets:
-        plan = DevicePlan.upload(make_plan(rule, inputs.lengths(PAGE), programs), "cuda")
-        work = Workspace.for_slots(plan.plan.num_slots, inputs.heads, inputs.d_v, "cuda")
-        calls.append(lambda i=inputs, p=plan, w=work: launch(i, p, workspace=w))
-    return graph_microseconds(calls)
+@dataclass(frozen=True)
+class Choice:
+    """What leaves no trace in the bits and is tuned for each batch: the launch shape, and programs a column of heads."""
+
+    tile: Tile
+    programs: int
+
+    def plan(self, inputs: DecodeInputs, rule: str) -> Plan:
+        return self.tile.takes(make_plan(rule, inputs.lengths(PAGE), self.programs), inputs.d_v)
+
+    def call(self, inputs: DecodeInputs, rule: str):
+        """A launch with everything that it needs on the device."""
+        plan = DevicePlan.upload(self.plan(inputs, rule), "cuda")
+        work = Workspace.for_slots(plan.slots, inputs.heads, inputs.d_v, "cuda")
+        return lambda: launch(inputs, plan, workspace=work, tile=self.tile)
+
+
+def choices(inputs: DecodeInputs) -> list[Choice]:
+    """What is tried for inputs of this shape, by number."""
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    tiles = LATENT_TILES if inputs.latent else TILES
+    return [Choice(tile, times * programs_for(inputs, processors, tile, per_sm=1)) for tile in tiles for times in FILLS]
 
 
 def fastest(sets: list[DecodeInputs], rule: str) -> tuple[float, int]:
-    fill = programs_for(sets[0], torch.cuda.get_device_properties("cuda").multi_processor_count, per_sm=1)
-    return min((_time(sets, rule, fill * times), fill * times) for times in (1, 2, 4))
+    """Microseconds of the fastest choice, and its number."""
+    numbered = enumerate(choices(sets[0]))
+    return min((graph_microseconds([choice.call(inputs, rule) for inputs in sets]), number) for number, choice in numbered)
 
 
-def _moved(inputs: DecodeInputs, programs: int, rule: str) -> bool:
-    """Whether the tuned launch has other bits than one program a row, or than the first row alone."""
-    plan = make_plan(rule, inputs.lengths(PAGE), programs)
-    found = launch(inputs, plan)
-    other = launch(inputs, one_program_a_row(plan))
-    alone = launch(inputs.row(0), make_plan(rule, inputs.lengths(PAGE)[:1], programs))
+def _moved(inputs: DecodeInputs, choice: Choice, rule: str) -> bool:
+    """Whether the tuned launch has other bits than one program a row in another tile, or than the first row alone."""
+    found = launch(inputs, choice.plan(inputs, rule), tile=choice.tile)
+    other = launch(inputs, one_program_a_row(choice.plan(inputs, rule)), tile=choices(inputs)[-1].tile)
+    alone = launch(inputs.row(0), choice.plan(inputs.row(0), rule), tile=choice.tile)
     return not (
         all(map(torch.equal, _bits(found), _bits(other)))
         and torch.equal(found[0][:1].view(torch.int16), alone[0].view(torch.int16))
     )
 
 
+def _flashmla_time(batch: int) -> float | None:
+    """FlashMLA's own time at LATENT_SHAPE, where its extension is found."""
+    # Looked up by name: FlashMLA's adapter lies in a room above the kernels.
+    flashmla = importlib.import_module("batch_variance.hooks.flashmla")
+    try:
+        op = flashmla.load()
+    except BadInput:
+        return None
+    sets = [flashmla.random_flashmla_inputs(batch, 64, 576, LATENT_TOPK, pages=LATENT_PAGES, seed=s) for s in range(2)]
+    made = [flashmla.decode(op, some)[-2:] for some in sets]
+    calls = [lambda some=some, two=two: flashmla.decode(op, some, *two) for some, two in zip(sets, made)]
+    return graph_microseconds(calls)
+
+
+@dataclass
+class _Recorder:
+    """Points as they are timed: a batch-wide default and rules, each at its fastest choice."""
+
+    folder: Path
+    bench: Benchmark
+    ratios: dict[str, list[float]]
+    moved: int = 0
+
+    def point(self, shape: str, batch: int, sets: list[DecodeInputs], rules: tuple[str, ...], size: int) -> None:
+        default, _ = fastest(sets, BATCH_WIDE)
+        line = []
+        for rule in (BATCH_WIDE, *rules):
+            mine, policy = default, "default"
+            if rule != BATCH_WIDE:
+                mine, number = fastest(sets, rule)
+                policy = f"invariant-{rule}"
+                self.moved += rule != "never-split" and _moved(sets[0], choices(sets[0])[number], rule)
+                self.ratios.setdefault(f"{sets[0].d_v} columns, {rule}", []).append(mine / default)
+                line.append(f"{mine / default:.2f}")
+            self.bench.add("triton", policy, shape, batch, "time", "us", mine, default)
+            self.bench.add("triton", policy, shape, batch, "bandwidth", "TB/s", size / mine / 1e6, size / default / 1e6)
+        print(
+            f"{shape} batch {batch}: default {default:.1f} us {size / default / 1e6:.2f} TB/s, "
+            f"{' '.join(rules)}: {' '.join(line)}",
+            flush=True,
+        )
+        self.bench.save(self.folder)
+
+
 def run(folder: Path, budget_seconds: float) -> None:
     """Time every shape that the budget allows, smallest first; writes decode.csv in the folder after every shape.
 
-    policy ``invariant-<rule>``, the rules as in ``schedules.rules``, with blocks of 64 tokens.
+    policy ``invariant-<rule>``, the rules as in ``schedules.rules``, with blocks of 64 tokens. A latent cache's points
+    are timed first, FlashMLA beside them where it is found.
     """
-    start, bench, ratios, moved = time.time(), Benchmark("decode"), {}, 0
+    start, recorder = time.time(), _Recorder(folder, Benchmark("decode"), {})
+    latent = torch.randn(LATENT_PAGES, PAGE, 1, 576, device="cuda", dtype=torch.bfloat16)
+    for batch in LATENT_BATCHES:
+        sets = [latent_inputs(latent, batch, seed) for seed in range(2)]
+        recorder.point(LATENT_SHAPE, batch, sets, LATENT_RULES, batch * LATENT_TOPK * 576 * 2)
+        if theirs := _flashmla_time(batch):
+            recorder.bench.add("flashmla", "default", LATENT_SHAPE, batch, "time", "us", theirs, theirs)
+            print(f"{LATENT_SHAPE} batch {batch}: FlashMLA {theirs:.1f} us", flush=True)
     pool = [torch.randn(POOL_PAGES, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     cases = [
         (n, kind, b) for b in BATCHES for n in LENGTHS for kind in ("full", "ragged") if b * n <= POOL_PAGES * PAGE
@@ -85,40 +171,14 @@ def run(folder: Path, budget_seconds: float) -> None:
         if time.time() - start > budget_seconds:
             print(f"no time left for batch {batch}, {longest} {kind} and what follows", flush=True)
             break
-        tokens = sum(row_lengths(batch, longest, kind, 0))
-        size = tokens * 8 * 128 * 2 * 2
+        size = sum(row_lengths(batch, longest, kind, 0)) * 8 * 128 * 2 * 2
         sets = [random_inputs(pool, row_lengths(batch, longest, kind, seed), seed) for seed in range(copies(size, 8))]
-        shape = f"h64 kv8 d128 {longest} {kind}"
-        default, _ = fastest(sets, BATCH_WIDE)
-        bench.add("triton", "default", shape, batch, "time", "us", default, default)
-        bench.add("triton", "default", shape, batch, "bandwidth", "TB/s", size / default / 1e6, size / default / 1e6)
-        line = []
-        for rule in RULES:
-            mine, programs = fastest(sets, rule)
-            moved += _moved(sets[0], programs, rule)
-            ratios.setdefault(rule, []).append(mine / default)
-            bench.add("triton", f"invariant-{rule}", shape, batch, "time", "us", mine, default)
-            bench.add(
-                "triton",
-                f"invariant-{rule}",
-                shape,
-                batch,
-                "bandwidth",
-                "TB/s",
-                size / mine / 1e6,
-                size / default / 1e6,
-            )
-            line.append(f"{mine / default:.2f}")
-        print(
-            f"{shape} batch {batch}: default {default:.1f} us {size / default / 1e6:.2f} TB/s, "
-            f"{' '.join(RULES)}: {' '.join(line)}",
-            flush=True,
-        )
-        bench.save(folder)
-    for rule, values in ratios.items():
+        recorder.point(f"h64 kv8 d128 {longest} {kind}", batch, sets, RULES, size)
+    recorder.bench.save(folder)
+    for rule, values in recorder.ratios.items():
         print(f"{rule}: geometric mean {np.exp(np.mean(np.log(values))):.3f} worst {max(values):.2f}")
     print(
-        f"tuned launches whose bits differ from one program a row or from the row alone: {moved}; "
-        f"{time.time() - start:.0f} s",
+        f"tuned launches whose bits differ from one program a row in another tile or from the row alone: "
+        f"{recorder.moved}; {time.time() - start:.0f} s",
         flush=True,
     )

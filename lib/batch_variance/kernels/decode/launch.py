@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ...common import BadInput
-from ...schedules import Plan
+from ...schedules import Plan, spread
 from .inputs import DecodeInputs
 from .reference import LOG2E, check_fold
 
-AHEAD = 32  # partials that the combine step reads at once
 KERNEL_FOLDS = ("left", "pairwise", "compensated")
 
 
@@ -46,6 +46,11 @@ class DevicePlan:
     def slots(self) -> int:
         return max(self.plan.num_slots, self.room)
 
+    @property
+    def most(self) -> int:
+        """Partials of a row that has the most of them."""
+        return self.room or int(np.diff(self.plan.slot_starts).max(initial=0))
+
     @classmethod
     def upload(cls, plan: Plan, device) -> "DevicePlan":
         arrays = (plan.segments, plan.program_starts, plan.slot_starts, plan.chunks)
@@ -64,13 +69,19 @@ class Tile:
     stages: int
     form: str = "portable"
 
-    def parks(self, d_v: int) -> bool:
-        """Whether one accumulator fills so many of a thread's registers that what is folded must wait in memory."""
-        return self.heads * d_v > 64 * 32 * self.warps and d_v % 256 == 0
+    def takes(self, plan: Plan, d_v: int) -> Plan:
+        """The plan as a launch in this tile needs it: where one accumulator fills so many of a thread's registers that
+        there is no room for what is folded, every piece goes to the combine step."""
+        return spread(plan) if self.heads * d_v > 64 * 32 * self.warps else plan
+
+
+WARPGROUPS = Tile(heads=64, warps=8, stages=2, form="warpgroups")
 
 
 def default_tile(inputs: DecodeInputs) -> Tile:
     """Tile by shape: a latent cache's wide accumulators need many warps, grouped queries few."""
+    if inputs.q.device.type == "cuda" and fits_hopper(inputs, 64):
+        return WARPGROUPS
     if inputs.latent and inputs.d_v >= 256:
         return Tile(heads=32, warps=8, stages=5)
     return Tile(heads=16, warps=4, stages=5)
@@ -109,14 +120,15 @@ def launch(
     float32.
 
     Accumulates in float32, out has q's dtype. fold: ``left``, ``pairwise`` or ``compensated``. The plan must have been
-    made for the inputs' lengths. Raises BadInput for a plan of another batch size, a buffer with fewer slots than the
-    plan has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not
+    made for the inputs' lengths; one on the device must be as ``tile.takes`` gives it. Raises BadInput for a plan of
+    another batch size or that the tile cannot take, a buffer with fewer slots than the plan has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not
     allow.
     """
     from . import triton as kernels
 
-    plan = plan if isinstance(plan, DevicePlan) else DevicePlan.upload(plan, inputs.q.device)
     tile = tile or default_tile(inputs)
+    if isinstance(plan, Plan):
+        plan = DevicePlan.upload(tile.takes(plan, inputs.d_v), inputs.q.device)
     main = inputs.d_v if inputs.latent else inputs.q.shape[2]
     tail = inputs.q.shape[2] - main
     _check(inputs, plan, fold, workspace, out, (main, tail, inputs.d_v), tile)
@@ -138,9 +150,6 @@ def launch(
         hopper.decode(inputs, plan, workspace, lse if sink is None else sink, out, lse)
     else:
         grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
-        parked = None
-        if plan.plan.folds and tile.parks(inputs.d_v):
-            parked = torch.empty(grid[0] * grid[1] * tile.heads * inputs.d_v, dtype=torch.float32, device=inputs.q.device)
         kernels.decode_kernel[grid](
             inputs.q,
             *pointers(first),
@@ -153,7 +162,6 @@ def launch(
             lse,
             workspace.accumulators,
             workspace.states,
-            workspace.accumulators if parked is None else parked,
             inputs.scale * LOG2E,
             first.table.stride(0),
             second.table.stride(0),
@@ -176,7 +184,7 @@ def launch(
             SECOND=len(inputs.caches) == 2,
             HAS_SINK=sink is not None,
             UPCAST=inputs.q.dtype == torch.float32,
-            PARK=parked is not None,
+            SPREAD=plan.plan.spread,
             DIRECT=inputs.q.device.type == "cuda",
             STAGES=tile.stages,
             num_warps=tile.warps,
@@ -194,7 +202,7 @@ def launch(
             D_V=inputs.d_v,
             HAS_SINK=sink is not None,
             FOLD=fold,
-            AHEAD=AHEAD,
+            AHEAD=4 if plan.most <= 5 else 32,
             num_warps=4 if inputs.d_v >= 256 else 1,
         )
     return out, lse
@@ -219,6 +227,11 @@ def _check(inputs, there: DevicePlan, fold: str, workspace, out, widths, tile: T
         raise BadInput(f"tile.form is {tile.form!r}: give portable or warpgroups.")
     if tile.form == "warpgroups" and (tile.heads, tile.warps) != (64, 8):
         raise BadInput(f"a tile of warpgroups has {tile.heads} heads and {tile.warps} warps: give 64 and 8.")
+    if tile.takes(plan, d_v) is not plan:
+        raise BadInput(
+            f"a tile of {tile.heads} heads in {tile.warps} warps cannot fold {d_v} columns in place: upload the plan as "
+            f"tile.takes(plan, {d_v}) gives it."
+        )
     if workspace is not None:
         slots = min(workspace.accumulators.shape[0], workspace.states.shape[0])
         if slots < there.slots or list(workspace.accumulators.shape[1:]) != [inputs.heads, d_v]:

@@ -159,36 +159,6 @@ def _store_parts(
 
 
 @triton.jit
-def _fold_parked(parked, m, l, acc, run_m, run_l, fresh, DIRECT: tl.constexpr):
-    """The merge of `_merge`, of a running accumulator in memory with a finished piece. Each thread reads and writes the
-    places of the values that it holds, so that no value is traded and nothing waits; a piece without tokens has weight
-    0. fresh: nothing is parked yet."""
-    ROWS: tl.constexpr = acc.shape[0]
-    D_V: tl.constexpr = acc.shape[1]
-    m_new = tl.maximum(run_m, m)
-    base = _finite(m_new)
-    a = tl.exp2(run_m - base)
-    b = tl.exp2(m - base)
-    place = parked + tl.arange(0, ROWS)[:, None] * D_V + tl.arange(0, D_V)[None, :]
-    if fresh:
-        _put(place, acc, (tl.arange(0, ROWS) >= 0)[:, None], DIRECT)
-    else:
-        if DIRECT:
-            tl.inline_asm_elementwise(
-                """{ .reg .f32 old, new; ld.global.f32 old, [$1]; mul.rn.f32 new, $2, $4; fma.rn.f32 new, old, $3, new;
-                st.global.f32 [$1], new; mov.b32 $0, 0; }""",
-                "=r,l,f,f,f",
-                [place.to(tl.int64), acc, a[:, None], b[:, None]],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.store(place, tl.fma(tl.load(place), tl.broadcast_to(a[:, None], acc.shape), acc * b[:, None]))
-    return m_new, tl.where(m == NO_MAX, run_l, tl.fma(run_l, a, l * b))
-
-
-@triton.jit
 def _end_piece(
     m,
     l,
@@ -201,28 +171,25 @@ def _end_piece(
     block,
     begin,
     end,
+    slot,
     part_acc_ptr,
     part_ml_ptr,
-    parked,
     heads,
     head_mask,
     chunk,
     HEADS: tl.constexpr,
     D_V: tl.constexpr,
-    PARK: tl.constexpr,
+    SPREAD: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
     """Where a piece ends, at ``edge``, fold it into the row's start or write it out, and begin the next, of ``chunk``
-    blocks, from the empty state. PARK: the row's start waits in memory, and run_acc is not used."""
-    if block + 1 == edge:
-        if begin != 0:
+    blocks, from the empty state. SPREAD: all pieces are written out, but the one of a row that has no other."""
+    if (block + 1 == edge) & ((slot >= 0) | (not SPREAD)):
+        if (begin == 0) & (not SPREAD):
+            run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
+        else:
             _store_parts(part_acc_ptr, part_ml_ptr, place, heads, head_mask, m, l, acc, HEADS, D_V, DIRECT)
             place += 1
-        else:
-            if PARK:
-                run_m, run_l = _fold_parked(parked, m, l, acc, run_m, run_l, block < chunk, DIRECT)
-            else:
-                run_m, run_l, run_acc = _merge(run_m, run_l, run_acc, m, l, acc)
         m = tl.full(m.shape, NO_MAX, tl.float32)
         l = tl.zeros(l.shape, tl.float32)
         acc = tl.zeros(acc.shape, tl.float32)
@@ -251,7 +218,6 @@ def decode_kernel(
     lse_ptr,
     part_acc_ptr,
     part_ml_ptr,
-    parked_ptr,
     scale_log2,
     table_stride,
     table2_stride,
@@ -274,13 +240,13 @@ def decode_kernel(
     SECOND: tl.constexpr,
     HAS_SINK: tl.constexpr,
     UPCAST: tl.constexpr,
-    PARK: tl.constexpr,
+    SPREAD: tl.constexpr,
     DIRECT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid: (kv_heads * tiles of a group's heads, programs). FOLDS: a row is cut into pieces of as many blocks as
-    chunks_ptr has for it; otherwise a segment is one piece. PARK: what is folded of a row waits in parked_ptr, float32
-    [grid, BLOCK_H, D_V], and not in registers, which a wide accumulator fills; D_V a multiple of 256 then."""
+    chunks_ptr has for it; otherwise a segment is one piece. SPREAD: every piece
+    of a row of several has a slot, for accumulators too wide to have two of them in registers."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head = tl.program_id(0) // tiles
     in_group = (tl.program_id(0) % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -288,7 +254,6 @@ def decode_kernel(
     heads = kv_head * GROUP + in_group
     main = tl.arange(0, D_MAIN)
     program = tl.program_id(1)
-    parked = parked_ptr + (program * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (BLOCK_H * D_V)
     first_segment = tl.load(starts_ptr + program)
     last_segment = tl.load(starts_ptr + program + 1)
     for segment in range(first_segment, last_segment):
@@ -313,9 +278,7 @@ def decode_kernel(
             q_tail = q_tail.to(tl.float32)
         run_m = tl.full([BLOCK_H], NO_MAX, tl.float32)
         run_l = tl.zeros([BLOCK_H], tl.float32)
-        run_acc = 0.0
-        if not PARK:
-            run_acc = tl.zeros([BLOCK_H, D_V], tl.float32)
+        run_acc = tl.zeros([BLOCK_H, D_V], tl.float32)
         m = tl.full([BLOCK_H], NO_MAX, tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)
         acc = tl.zeros([BLOCK_H, D_V], tl.float32)
@@ -364,15 +327,15 @@ def decode_kernel(
                     block,
                     begin,
                     end,
+                    slot,
                     part_acc_ptr,
                     part_ml_ptr,
-                    parked,
                     heads,
                     head_mask,
                     chunk,
                     HEADS,
                     D_V,
-                    PARK,
+                    SPREAD,
                     DIRECT,
                 )
         if SECOND:
@@ -418,24 +381,19 @@ def decode_kernel(
                         block,
                         begin,
                         end,
+                        slot,
                         part_acc_ptr,
                         part_ml_ptr,
-                        parked,
                         heads,
                         head_mask,
                         chunk,
                         HEADS,
                         D_V,
-                        PARK,
+                        SPREAD,
                         DIRECT,
                     )
-        if not FOLDS:
+        if SPREAD or (not FOLDS):
             run_m, run_l, run_acc = m, l, acc
-        if PARK:
-            tl.debug_barrier()  # every thread's share is parked before any other reads it
-            mine = parked + tl.arange(0, BLOCK_H)[:, None] * D_V + tl.arange(0, D_V)[None, :]
-            # Where a row has no tokens, or another program its start, nothing is parked.
-            run_acc = tl.load(mine, mask=(run_m > NO_MAX)[:, None], other=0.0)
         if slot < 0:
             out, lse = _finish(run_m, run_l, run_acc, sink_ptr, heads, head_mask, HAS_SINK)
             into = row.to(tl.int64) * HEADS + heads
@@ -443,10 +401,8 @@ def decode_kernel(
             tl.store(target, out.to(out_ptr.dtype.element_ty), mask=head_mask[:, None])
             tl.store(lse_ptr + into, lse, mask=head_mask)
         else:
-            if (not FOLDS) or (begin == 0):
+            if (not FOLDS) or ((begin == 0) & (not SPREAD)):
                 _store_parts(part_acc_ptr, part_ml_ptr, slot, heads, head_mask, run_m, run_l, run_acc, HEADS, D_V, DIRECT)
-        if PARK:
-            tl.debug_barrier()  # and read before the next row's is parked
 
 
 @triton.jit

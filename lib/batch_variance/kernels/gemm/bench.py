@@ -35,6 +35,8 @@ _FEW = (
     "parallel 16x128x64 w8 s4",
     "parallel 16x64x64 w4 s3",
     "parallel 16x32x128 w4 s6 tma",
+    "parallel 16x16x128 w4 s8 tma",
+    "parallel 16x16x128 w2 s8 tma",
 )
 _THIRTY = (
     "parallel 32x64x128 w4 s4 tma swap",
@@ -56,7 +58,7 @@ _SOME = (
     "parallel 64x128x64 w4 s6 tma",
     "parallel 64x128x128 w8 s4 tma swap",
     "parallel 64x64x128 w8 s3",
-    "parallel 64x64x128 w4 s5 tma ws",
+    "parallel 64x16x128 w4 s8 tma",
 )
 _MORE = (
     "parallel 64x128x64 w4 s5 tma",
@@ -76,13 +78,8 @@ _MORE = (
     "parallel 128x64x128 w4 s4 tma swap",
     "parallel 128x64x64 w4 s6 tma swap",
     "parallel 256x64x64 w4 s5 tma swap",
-    "parallel 128x64x128 w4 s4 tma ws",
-    "parallel 128x64x64 w4 s7 tma ws",
-    "parallel 128x128x64 w4 s5 tma ws",
-    "parallel 64x128x64 w4 s6 tma swap ws",
-    "parallel 256x64x64 w4 s4 tma ws",
-    "parallel 256x128x64 w4 s4 tma ws",
-    "parallel 128x256x64 w4 s4 tma ws",
+    "parallel 64x64x128 w4 s6 tma",
+    "parallel 128x32x128 w4 s5 tma",
 )
 _MANY = (
     "in-turn 128x256x64 w8 s3 tma",
@@ -93,10 +90,6 @@ _MANY = (
     "in-turn 128x128x64 w8 s4 tma",
     "parallel 128x256x64 w8 s4 tma",
     "parallel 128x128x64 w4 s5 tma",
-    "parallel 128x128x64 w4 s5 tma ws",
-    "parallel 128x256x64 w4 s4 tma ws",
-    "parallel 128x256x64 w4 s3 tma ws",
-    "parallel 256x128x64 w4 s4 tma ws",
 )
 CANDIDATES = {1: _FEW, 16: _FEW, 32: _THIRTY, 64: _SOME, 256: _MORE, 1024: _MANY, 4096: _MANY}
 

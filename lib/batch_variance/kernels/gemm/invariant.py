@@ -14,7 +14,7 @@ import torch
 from ...common import BadInput, data_path
 from ..counters import arrival_counters
 
-MARKS = ("tma", "swap", "ws")
+MARKS = ("tma", "swap")
 STEP = 128  # segments are whole multiples of this many products; every block_k divides it
 
 
@@ -22,7 +22,7 @@ STEP = 128  # segments are whole multiples of this many products; every block_k 
 class Config:
     """One launch shape. form: "parallel" (a program a segment) or "in-turn" (a program a tile, its segments one after
     another); tma: tiles are fetched by tensor descriptors; swap: the weight is the first operand, so that few rows fill
-    the narrow side of the tensor core; ws: some warps fetch and the others multiply (with tma, parallel)."""
+    the narrow side of the tensor core."""
 
     form: str
     block_m: int
@@ -32,7 +32,6 @@ class Config:
     stages: int
     tma: bool = False
     swap: bool = False
-    ws: bool = False
 
     def __str__(self) -> str:
         marks = "".join(f" {mark}" for mark in MARKS if getattr(self, mark))
@@ -53,8 +52,6 @@ class Config:
             raise BadInput(
                 f"{text!r} is no configuration: parallel or in-turn, block_k a divisor of {STEP}, marks {', '.join(MARKS)}."
             )
-        if found.ws and not (found.tma and form == "parallel"):
-            raise BadInput(f"{text!r} is no configuration: ws goes with parallel and tma.")
         return found
 
 
@@ -188,6 +185,6 @@ def matmul(
     arrived = arrival_counters(x.device, tiles)
     kernels.parallel[(tiles_n, count, tiles_m)](
         a, b, bias, y, parts, arrived, M, N, K, length, count, **shape, SPLIT=split, GROUP=8, SWAP=config.swap,
-        WS=config.ws and tma, **marks, **launch
+        **marks, **launch
     )
     return y

@@ -94,9 +94,8 @@ def parallel(
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    WS: tl.constexpr,
 ):
-    """Grid: (tiles of n, segments, tiles of m). WS: some warps fetch, the others multiply. parts: float32 [tiles, segments, BLOCK_M * BLOCK_N]; arrived: int32
+    """Grid: (tiles of n, segments, tiles of m). parts: float32 [tiles, segments, BLOCK_M * BLOCK_N]; arrived: int32
     [tiles], zero before and after; segment counts steps of 128 (so that its multiples are known to be aligned)."""
     tiles_n = tl.num_programs(0)
     tile = tl.program_id(2) * tiles_n + tl.program_id(0)
@@ -109,7 +108,7 @@ def parallel(
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     begin = part * segment * 128
-    for k in tl.range(begin, tl.minimum(begin + segment * 128, K), BLOCK_K, warp_specialize=WS):
+    for k in tl.range(begin, tl.minimum(begin + segment * 128, K), BLOCK_K):
         total = _product(x, w, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA, SWAP, EVEN)
     if SWAP:
         m = m0 + tl.arange(0, BLOCK_M)[None, :]

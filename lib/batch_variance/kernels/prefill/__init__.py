@@ -46,7 +46,7 @@ def default_tile(inputs: PrefillInputs) -> Tile:
     """Lanes that fill a tensor core's tile; float32, which has none, takes few."""
     if inputs.q.dtype == torch.float32:
         return Tile(heads=16, warps=4, stages=5)
-    return Tile(heads=128, warps=8, stages=3) if inputs.values.shape[3] <= 128 else Tile(heads=64, warps=8, stages=2)
+    return Tile(heads=128, warps=8, stages=2) if inputs.values.shape[3] <= 128 else Tile(heads=64, warps=8, stages=2)
 
 
 def tiles(inputs: PrefillInputs, rows: int) -> np.ndarray:

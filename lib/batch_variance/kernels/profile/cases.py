@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from ...common import BadInput
-from ...schedules import BATCH_WIDE, make_plan
+from ...schedules import BATCH_WIDE
 from ..decode import bench as decode_bench
-from ..decode.inputs import Cache, DecodeInputs
-from ..decode.launch import DevicePlan, Workspace, programs_for
-from ..decode.launch import launch as decode
+from ..decode.inputs import DecodeInputs
 from ..gemm import bench as gemm_bench
 from ..gemm.invariant import matmul
 from ..nvfp4 import bench as nvfp4_bench
@@ -34,18 +32,17 @@ from ..timing import copies
 
 GEMM_ROWS = (256, 1024, 4096)
 BATCHES, MORE_BATCHES, LENGTHS = (1, 4, 16), (2, 8, 32, 64), decode_bench.LENGTHS
-LATENT_HEADS, LATENT_TOPK, LATENT_BATCH = 64, 2048, 128
-LATENT_SHAPE = f"h{LATENT_HEADS} d576 topk{LATENT_TOPK} full"
+LATENT_SHAPE, LATENT_BATCH = decode_bench.LATENT_SHAPE, 128
 PREFILLS = ((1, 8192), (8, 1024), (1, 512), (1, 2048))
 NVFP4 = ((4096, 4096),)  # (K, N)
 NVFP4_ROWS = (1, 64)
-LATENT_PAGES, PAGE = 4096, 64
+PAGE = decode_bench.PAGE
 
 
 @dataclass(frozen=True)
 class Case:
-    """kernel, policy, shape, m: as in the recorded tables. make: number of programs, or None for no choice, to a call;
-    tune: the fastest number of programs, None where there is no choice."""
+    """kernel, policy, shape, m: as in the recorded tables. make: number of a choice, or None for the first, to a call; tune:
+    the number of the fastest choice, None where there is none to make."""
 
     kernel: str
     policy: str
@@ -120,12 +117,9 @@ def _nvfp4(K: int, N: int, m: int):
 
 
 def _decode(shape: str, batch: int, rule: str, inputs: Callable[[int], DecodeInputs], token_bytes: int) -> Case:
-    def make(programs):
+    def make(number):
         some = inputs(0)
-        plan = make_plan(rule, some.lengths(PAGE), programs or programs_for(some, _processors(), per_sm=1))
-        on_device = DevicePlan.upload(plan, "cuda")
-        work = Workspace.for_slots(plan.num_slots, some.heads, some.d_v, "cuda")
-        return lambda: decode(some, on_device, workspace=work)
+        return decode_bench.choices(some)[number or 0].call(some, rule)
 
     def tune():
         first = inputs(0)
@@ -149,17 +143,10 @@ def _grouped(batch: int, longest: int, kind: str, rule: str) -> Case:
 
 
 def _latent(rules):
-    heads, topk, batch = LATENT_HEADS, LATENT_TOPK, LATENT_BATCH
-
     def inputs(seed):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        places = (LATENT_PAGES * PAGE, (batch, topk))
-        indices = torch.randint(0, *places, generator=generator, device="cuda", dtype=torch.int32)
-        lengths = torch.full((batch,), topk, dtype=torch.int32, device="cuda")
-        q = _random(batch, heads, 576, seed=seed)
-        return DecodeInputs(q, (Cache(_latent_pool(), None, lengths, indices=indices),), 512)
+        return decode_bench.latent_inputs(_latent_pool(), LATENT_BATCH, seed)
 
-    return [_decode(LATENT_SHAPE, batch, rule, inputs, 576 * 2) for rule in rules]
+    return [_decode(LATENT_SHAPE, LATENT_BATCH, rule, inputs, 576 * 2) for rule in rules]
 
 
 @lru_cache
@@ -170,7 +157,7 @@ def _pool():
 
 @lru_cache
 def _latent_pool():
-    return _random(LATENT_PAGES, PAGE, 1, 576, seed=1)
+    return _random(decode_bench.LATENT_PAGES, PAGE, 1, 576, seed=1)
 
 
 def _flashmla() -> list[Case]:
@@ -182,7 +169,7 @@ def _flashmla() -> list[Case]:
         return []
 
     def make(_):
-        some = flashmla.random_flashmla_inputs(LATENT_BATCH, LATENT_HEADS, 576, LATENT_TOPK, pages=LATENT_PAGES)
+        some = flashmla.random_flashmla_inputs(LATENT_BATCH, 64, 576, decode_bench.LATENT_TOPK, pages=decode_bench.LATENT_PAGES)
         *_, metadata, splits = flashmla.decode(op, some)
         return lambda: flashmla.decode(op, some, metadata, splits)
 
@@ -203,7 +190,3 @@ def _prefill(prompts: int, tokens: int):
 
     yield Case("prefill", "default", shape, prompts * tokens, default)
     yield Case("prefill", f"invariant-{RULE}", shape, prompts * tokens, ours)
-
-
-def _processors() -> int:
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
