@@ -17,7 +17,7 @@ from .reference import LOG2E
 
 LN2 = gl.constexpr(0.6931471805599453)
 NO_MAX = gl.constexpr(float("-inf"))
-LEAF = gl.constexpr(4)  # quadruples of a thread's parked numbers that are in transit at once
+LEAF = gl.constexpr(16)  # quadruples of a thread's parked numbers that are in transit at once
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -26,6 +26,7 @@ OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 8 lanes copy 128 bytes of a token
 DEALT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # 4 lanes hold a row of scores
 Q_TAIL = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 OF_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
 OF_OUTPUT = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 OF_Q_TAIL = gl.constexpr(gl.SliceLayout(1, Q_TAIL.value))
@@ -155,8 +156,8 @@ def _park(acc, a, skip, into, fresh, HEIGHT: gl.constexpr):
     else:
         LAYOUT: gl.constexpr = acc.type.layout
         place = into + _threads(HEIGHT, LAYOUT)
-        old = gl.load(place, mask=fresh == 0, other=0.0)
-        gl.store(place, gl.where(skip, old, gl.fma(old, a, acc)))
+        old = gl.load(place, mask=fresh == 0, other=0.0, eviction_policy="evict_last")
+        gl.store(place, gl.where(skip, old, gl.fma(old, a, acc)), eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -328,6 +329,7 @@ def decode_kernel(
             edge = gl.minimum(begin + chunk, end)
         for block in range(begin, end):
             async_copy.wait_group(0)
+            hopper.fence_async_shared()  # the one fence of a block, where no copy is under way that it could wait for
             now ^= 1
             if ahead < last_segment:
                 _copy_block(
@@ -339,7 +341,6 @@ def decode_kernel(
                     segments_ptr, length_ptr, ahead + 1, last_segment
                 )
             entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
-            hopper.fence_async_shared()
             scores = gl.zeros([64, 64], gl.float32, SCORES)
             scores = hopper.warpgroup_mma(
                 queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
@@ -377,12 +378,13 @@ def decode_kernel(
             base = _finite(m_new)
             p = gl.exp2(scores - base[:, None])
             alpha = gl.exp2(m - base)
-            weights = tails.index(now)  # its scores are summed: nothing reads the tail any more
-            weights.store(p.to(dtype))
+            handed = tails.index(now)  # which nothing reads any more, now that the scores are there
+            handed.store(p.to(dtype))
             factors.store(alpha)
-            hopper.fence_async_shared()
             acc = acc * factors.load(OF_OUTPUT)[:, None]
-            acc = hopper.warpgroup_mma(weights, keys.index(now), acc, use_acc=opens == 0, is_async=True)
+            acc = hopper.warpgroup_mma(
+                handed.load(WEIGHTS), keys.index(now), acc, use_acc=opens == 0, is_async=True
+            )
             l = gl.fma(l, alpha, _row_sum(p, 64, 64))
             m = m_new
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
