@@ -17,7 +17,7 @@ from .reference import LOG2E
 
 LN2 = gl.constexpr(0.6931471805599453)
 NO_MAX = gl.constexpr(float("-inf"))
-LEAF = gl.constexpr(16)  # quadruples of a thread's parked numbers that are in transit at once
+LEAF = gl.constexpr(8)  # quadruples of a thread's parked numbers that are in transit at once
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -142,8 +142,9 @@ def _halves(x, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _park(acc, a, skip, into, fresh, HEIGHT: gl.constexpr):
-    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked.
+def _fold_parked(acc, a, skip, parked, fresh, HEIGHT: gl.constexpr, PARK: gl.constexpr):
+    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked, and park
+    that, or return it.
 
     a: factor of what is parked; skip: where that stays as it is; fresh: nothing is parked yet."""
     if HEIGHT > LEAF:
@@ -151,28 +152,34 @@ def _park(acc, a, skip, into, fresh, HEIGHT: gl.constexpr):
         upper_a, lower_a = _halves(a, HEIGHT)
         upper_skip, lower_skip = _halves(skip, HEIGHT)
         HALF: gl.constexpr = HEIGHT // 2
-        _park(upper, upper_a, upper_skip, into, fresh, HALF)
-        _park(lower, lower_a, lower_skip, into + HALF * 1024, fresh, HALF)
+        upper = _fold_parked(upper, upper_a, upper_skip, parked, fresh, HALF, PARK)
+        lower = _fold_parked(lower, lower_a, lower_skip, parked + HALF * 1024, fresh, HALF, PARK)
+        folded = gl.reshape(gl.permute(gl.join(upper, lower), (2, 0, 1)), (HEIGHT, 1024))
     else:
         LAYOUT: gl.constexpr = acc.type.layout
-        place = into + _threads(HEIGHT, LAYOUT)
+        rows = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
+        lanes = gl.arange(0, 1024, layout=gl.SliceLayout(0, LAYOUT))
+        place = parked + rows[:, None] * 1024 + lanes[None, :]
         old = gl.load(place, mask=fresh == 0, other=0.0, eviction_policy="evict_last")
-        gl.store(place, gl.where(skip, old, gl.fma(old, a, acc)), eviction_policy="evict_last")
+        folded = gl.where(skip, old, gl.fma(old, a, acc))
+        if PARK:
+            gl.store(place, folded, eviction_policy="evict_last")
+    return folded
 
 
 @gluon.jit
-def _threads(HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """int32 [HEIGHT, 1024]: where parked numbers lie."""
-    rows = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
-    lanes = gl.arange(0, 1024, layout=gl.SliceLayout(0, LAYOUT))
-    return rows[:, None] * 1024 + lanes[None, :]
-
-
-@gluon.jit
-def _store_state(part_ml_ptr, slot, heads, m, l, HEADS: gl.constexpr):
-    into = slot.to(gl.int64) * HEADS + heads
-    gl.store(part_ml_ptr + into * 2, m)
-    gl.store(part_ml_ptr + into * 2 + 1, l)
+def _fold_piece(m, l, acc, run_m, run_l, parked, fresh, PARK: gl.constexpr):
+    """A finished piece after what is folded of its row: the state, whose accumulator is parked if PARK."""
+    new_m = gl.maximum(run_m, m)
+    base = _finite(new_m)
+    a = gl.exp2(run_m - base)
+    b = gl.exp2(m - base)
+    empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
+    skip = (empty & (fresh == 0))[:, None].broadcast_to([64, 512])
+    wide_a = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
+    acc = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
+    acc = _by_place(_fold_parked(_by_thread(acc), _by_thread(wide_a), _by_thread(skip), parked, fresh, 32, PARK))
+    return new_m, gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b)), acc
 
 
 @gluon.jit
@@ -185,73 +192,28 @@ def _store_rows(pointer, row, first_head, x, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _end_row(
-    m,
-    l,
-    acc,
-    row,
-    slot,
-    first_head,
-    heads,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    part_acc_ptr,
-    part_ml_ptr,
-    HEADS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
-    """Normalise what a segment has summed and write it out, or write it to its slot as it is."""
-    if slot < 0:
-        base = _finite(m)
-        total = l
-        if HAS_SINK:
-            total = l + gl.exp2(gl.load(sink_ptr + heads) - base)
-        inverse = gl.where(total == 0, 0.0, gl.div_rn(1.0, gl.where(total == 0, 1.0, total)))
-        lse = gl.where(l == 0, NO_MAX, (base + gl.log2(gl.where(l == 0, 1.0, l))) * LN2)
-        inverse = gl.convert_layout(inverse, OF_OUTPUT)
-        _store_rows(out_ptr, row, first_head, acc * inverse[:, None] + 0.0, HEADS)
-        gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
-    else:
-        _store_state(part_ml_ptr, slot, heads, m, l, HEADS)
-        _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
+def _store_part(part_acc_ptr, part_ml_ptr, slot, first_head, heads, m, l, acc, HEADS: gl.constexpr):
+    """Write a state to a slot."""
+    into = slot.to(gl.int64) * HEADS + heads
+    gl.store(part_ml_ptr + into * 2, m)
+    gl.store(part_ml_ptr + into * 2 + 1, l)
+    _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
 
 
 @gluon.jit
-def _end_piece(
-    m,
-    l,
-    acc,
-    run_m,
-    run_l,
-    place,
-    begin,
-    fresh,
-    part_acc_ptr,
-    part_ml_ptr,
-    parked,
-    first_head,
-    heads,
-    HEADS: gl.constexpr,
+def _end_row(
+    m, l, acc, row, first_head, heads, sink_ptr, out_ptr, lse_ptr, HEADS: gl.constexpr, HAS_SINK: gl.constexpr
 ):
-    """Fold a finished piece into the row's start, or write it to its slot. fresh: it is the row's first."""
-    if begin == 0:
-        new_m = gl.maximum(run_m, m)
-        base = _finite(new_m)
-        a = gl.exp2(run_m - base)
-        b = gl.exp2(m - base)
-        empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
-        skip = (empty & (fresh == 0))[:, None].broadcast_to([64, 512])
-        wide_a = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
-        acc = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
-        _park(_by_thread(acc), _by_thread(wide_a), _by_thread(skip), parked, fresh, 32)
-        run_l = gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b))
-        run_m = new_m
-    else:
-        _store_state(part_ml_ptr, place, heads, m, l, HEADS)
-        _store_rows(part_acc_ptr, place, first_head, acc, HEADS)
-        place += 1
-    return run_m, run_l, place
+    """Write a row's normalised output and natural-log LSE; the sink joins the denominator only."""
+    base = _finite(m)
+    total = l
+    if HAS_SINK:
+        total = l + gl.exp2(gl.load(sink_ptr + heads) - base)
+    inverse = gl.where(total == 0, 0.0, gl.div_rn(1.0, gl.where(total == 0, 1.0, total)))
+    lse = gl.where(l == 0, NO_MAX, (base + gl.log2(gl.where(l == 0, 1.0, l))) * LN2)
+    acc = acc * gl.convert_layout(inverse, OF_OUTPUT)[:, None] + 0.0  # + 0: a zero's sign would tell its sum
+    _store_rows(out_ptr, row, first_head, acc, HEADS)
+    gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "places"])
@@ -349,22 +311,11 @@ def decode_kernel(
             opens = block == begin
             if FOLDS:
                 if block == edge:  # the block before ended a piece: away with it while the scores are computed
-                    run_m, run_l, place = _end_piece(
-                        m,
-                        l,
-                        acc,
-                        run_m,
-                        run_l,
-                        place,
-                        begin,
-                        edge <= chunk,
-                        part_acc_ptr,
-                        part_ml_ptr,
-                        parked,
-                        first_head,
-                        heads,
-                        HEADS,
-                    )
+                    if begin == 0:
+                        run_m, run_l, parts = _fold_piece(m, l, acc, run_m, run_l, parked, edge <= chunk, True)
+                    else:
+                        _store_part(part_acc_ptr, part_ml_ptr, place, first_head, heads, m, l, acc, HEADS)
+                        place += 1
                     m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
                     l = gl.zeros([64], gl.float32, OF_DEALT)
                     opens = True
@@ -391,61 +342,15 @@ def decode_kernel(
 
         _copy_queries(queries, q_head, segments_ptr, segment + 1, last_segment, HEADS)
         if FOLDS:
-            if begin < end:
-                run_m, run_l, place = _end_piece(
-                    m,
-                    l,
-                    acc,
-                    run_m,
-                    run_l,
-                    place,
-                    begin,
-                    edge <= chunk,
-                    part_acc_ptr,
-                    part_ml_ptr,
-                    parked,
-                    first_head,
-                    heads,
-                    HEADS,
-                )
             if begin == 0:
-                LAYOUT: gl.constexpr = _by_thread(acc).type.layout
-                total = _by_place(gl.load(parked + _threads(32, LAYOUT)))
-                nothing = gl.convert_layout(run_m, OF_OUTPUT) == NO_MAX  # a row without tokens parked nothing
-                total = gl.where(nothing[:, None], 0.0, total)
-                _end_row(
-                    run_m,
-                    run_l,
-                    total,
-                    row,
-                    slot,
-                    first_head,
-                    heads,
-                    sink_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    part_acc_ptr,
-                    part_ml_ptr,
-                    HEADS,
-                    HAS_SINK,
-                )
+                m, l, acc = _fold_piece(m, l, acc, run_m, run_l, parked, edge <= chunk, False)
+                nothing = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
+                acc = gl.where(nothing[:, None], 0.0, acc)
+            slot = gl.where(begin == 0, slot, place)
+        if slot < 0:
+            _end_row(m, l, acc, row, first_head, heads, sink_ptr, out_ptr, lse_ptr, HEADS, HAS_SINK)
         else:
-            _end_row(
-                m,
-                l,
-                acc,
-                row,
-                slot,
-                first_head,
-                heads,
-                sink_ptr,
-                out_ptr,
-                lse_ptr,
-                part_acc_ptr,
-                part_ml_ptr,
-                HEADS,
-                HAS_SINK,
-            )
+            _store_part(part_acc_ptr, part_ml_ptr, slot, first_head, heads, m, l, acc, HEADS)
 
 
 def decode(inputs, plan, workspace, sink, out, lse) -> None:
