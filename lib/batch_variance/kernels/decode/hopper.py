@@ -297,17 +297,17 @@ def decode_kernel(
                 _copy_block(
                     keys, tails, seen, now ^ 1, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE
                 )
+            scores = gl.zeros([64, 64], gl.float32, SCORES)
+            scores = hopper.warpgroup_mma(
+                queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
+            )
+            scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
             ahead_block += 1
             if ahead_block >= ahead_end:
                 ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
                     segments_ptr, length_ptr, ahead + 1, last_segment
                 )
             entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
-            scores = gl.zeros([64, 64], gl.float32, SCORES)
-            scores = hopper.warpgroup_mma(
-                queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
-            )
-            scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
             opens = block == begin
             if FOLDS:
                 if block == edge:  # the block before ended a piece: away with it while the scores are computed
