@@ -52,8 +52,8 @@ def _row_sum(p, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _seek(segments_ptr, length_ptr, segment, last_segment):
-    """From ``segment`` on the first one that has blocks: its number, row, first block, end, and the row's length."""
+def _seek(segments_ptr, segment, last_segment):
+    """From ``segment`` on the first one that has blocks: its number, its row, its first block and its end."""
     row = 0
     block = 0
     end = 0
@@ -62,8 +62,7 @@ def _seek(segments_ptr, length_ptr, segment, last_segment):
         block = gl.load(segments_ptr + segment * 4 + 1)
         end = gl.load(segments_ptr + segment * 4 + 2)
         segment += (block >= end).to(gl.int32)
-    length = gl.load(length_ptr + row, mask=segment < last_segment, other=0)
-    return segment, row, block, end, length
+    return segment, row, block, end
 
 
 @gluon.jit
@@ -79,41 +78,63 @@ def _copy_queries(queries, q_head, segments_ptr, segment, last_segment, HEADS: g
 
 
 @gluon.jit
-def _entries(table_ptr, table_row, block, length, PAGE: gl.constexpr, SPARSE: gl.constexpr):
-    """int32 [64]: what the table has for a block's tokens, their places or pages; nothing is done with them yet, so
-    that nothing waits for them."""
+def _look_up(
+    table_ptr,
+    table_stride,
+    length_ptr,
+    table2_ptr,
+    table2_stride,
+    length2_ptr,
+    there,
+    row,
+    block,
+    PAGE: gl.constexpr,
+    SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
+):
+    """int32 [64]: what the table has for a block's tokens, their places or pages, -1 past the row's end; the block's
+    number in its cache; whether that is the second one. Nothing is done with the entries yet: nothing waits for them."""
+    length = gl.load(length_ptr + row, mask=there, other=0)
+    table = table_ptr + row * table_stride
+    second = 0
+    if SECOND:
+        first_blocks = (gl.maximum(length, 1) + 63) // 64
+        if block >= first_blocks:
+            block -= first_blocks
+            length = gl.load(length2_ptr + row, mask=there, other=0)
+            table = table2_ptr + row * table2_stride
+            second = 1
     tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
     if SPARSE:
-        entry = gl.load(table_ptr + table_row + tokens, mask=tokens < length, other=-1)
+        entries = gl.load(table + tokens, mask=tokens < length, other=-1)
     else:
-        entry = gl.load(table_ptr + table_row + tokens // PAGE, mask=tokens < length, other=0)
-    return entry
+        entries = gl.load(table + tokens // PAGE, mask=tokens < length, other=-1)
+    return entries, block, second
+
+
+@gluon.jit
+def _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND: gl.constexpr):
+    """The keys and the number of places of the cache that a block is of."""
+    if SECOND:
+        if second:
+            keys_ptr = keys2_ptr
+            places = places2
+    return keys_ptr, places
 
 
 @gluon.jit
 def _copy_block(
-    keys,
-    tails,
-    seen,
-    buffer,
-    keys_ptr,
-    entries,
-    block,
-    length,
-    places,
-    PAGE: gl.constexpr,
-    SPARSE: gl.constexpr,
+    keys, tails, seen, buffer, keys_ptr, places, entries, block, PAGE: gl.constexpr, SPARSE: gl.constexpr
 ):
     """Begin to copy a block of keys into a buffer, zeros for tokens that are not there, and note which are."""
-    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
     place = entries
     if not SPARSE:
-        place = entries * PAGE + tokens % PAGE
-    valid = (tokens < length) & (place >= 0) & (place < places)
+        place = entries * PAGE + (block * 64 + gl.arange(0, 64, layout=OF_COPY)) % PAGE
+    valid = (place >= 0) & (place < places)
     seen.index(buffer).store(valid.to(gl.int32))
     start = keys_ptr + gl.where(valid, place, 0).to(gl.int64) * 576
     main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
-    tail = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)) + 512
+    tail = gl.arange(512, 576, layout=gl.SliceLayout(0, COPY))
     async_copy.async_copy_global_to_shared(keys.index(buffer), start[:, None] + main[None, :], mask=valid[:, None])
     async_copy.async_copy_global_to_shared(tails.index(buffer), start[:, None] + tail[None, :], mask=valid[:, None])
     async_copy.commit_group()
@@ -216,12 +237,15 @@ def _end_row(
     gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "places"])
+@gluon.jit(do_not_specialize=["table_stride", "table2_stride", "places", "places2"])
 def decode_kernel(
     q_ptr,
     keys_ptr,
     table_ptr,
     length_ptr,
+    keys2_ptr,
+    table2_ptr,
+    length2_ptr,
     sink_ptr,
     segments_ptr,
     starts_ptr,
@@ -233,11 +257,14 @@ def decode_kernel(
     parked_ptr,
     scale_log2,
     table_stride,
+    table2_stride,
     places,
+    places2,
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     FOLDS: gl.constexpr,
     SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
     """Grid: (heads / 64, programs), 8 warps. Pointers and FOLDS as ``triton.decode_kernel`` has them; parked_ptr:
@@ -258,20 +285,43 @@ def decode_kernel(
     last_segment = gl.load(starts_ptr + program + 1)
 
     # The block that is copied next, of this segment or of a later one, and the table's entries for it.
-    ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-        segments_ptr, length_ptr, first_segment, last_segment
+    ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, first_segment, last_segment)
+    entries, at, second = _look_up(
+        table_ptr,
+        table_stride,
+        length_ptr,
+        table2_ptr,
+        table2_stride,
+        length2_ptr,
+        ahead < last_segment,
+        ahead_row,
+        ahead_block,
+        PAGE,
+        SPARSE,
+        SECOND,
     )
-    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
     now = 1  # the buffer of the block that is worked on
     _copy_queries(queries, q_head, segments_ptr, first_segment, last_segment, HEADS)
     if ahead < last_segment:
-        _copy_block(keys, tails, seen, 0, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE)
+        cache_ptr, limit = _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND)
+        _copy_block(keys, tails, seen, 0, cache_ptr, limit, entries, at, PAGE, SPARSE)
     ahead_block += 1
     if ahead_block >= ahead_end:
-        ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-            segments_ptr, length_ptr, ahead + 1, last_segment
-        )
-    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+        ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, ahead + 1, last_segment)
+    entries, at, second = _look_up(
+        table_ptr,
+        table_stride,
+        length_ptr,
+        table2_ptr,
+        table2_stride,
+        length2_ptr,
+        ahead < last_segment,
+        ahead_row,
+        ahead_block,
+        PAGE,
+        SPARSE,
+        SECOND,
+    )
     for segment in range(first_segment, last_segment):
         row = gl.load(segments_ptr + segment * 4)
         begin = gl.load(segments_ptr + segment * 4 + 1)
@@ -294,9 +344,8 @@ def decode_kernel(
             hopper.fence_async_shared()  # the one fence of a block, where no copy is under way that it could wait for
             now ^= 1
             if ahead < last_segment:
-                _copy_block(
-                    keys, tails, seen, now ^ 1, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE
-                )
+                cache_ptr, limit = _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND)
+                _copy_block(keys, tails, seen, now ^ 1, cache_ptr, limit, entries, at, PAGE, SPARSE)
             scores = gl.zeros([64, 64], gl.float32, SCORES)
             scores = hopper.warpgroup_mma(
                 queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
@@ -304,10 +353,21 @@ def decode_kernel(
             scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
             ahead_block += 1
             if ahead_block >= ahead_end:
-                ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-                    segments_ptr, length_ptr, ahead + 1, last_segment
-                )
-            entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+                ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, ahead + 1, last_segment)
+            entries, at, second = _look_up(
+                table_ptr,
+                table_stride,
+                length_ptr,
+                table2_ptr,
+                table2_stride,
+                length2_ptr,
+                ahead < last_segment,
+                ahead_row,
+                ahead_block,
+                PAGE,
+                SPARSE,
+                SECOND,
+            )
             opens = block == begin
             if FOLDS:
                 if block == edge:  # the block before ended a piece: away with it while the scores are computed
@@ -358,16 +418,19 @@ def decode(inputs, plan, workspace, sink, out, lse) -> None:
 
     sink: float32 ``[heads]``, times log2(e) (any tensor if the inputs have none); out ``[batch, heads, 512]`` and lse
     ``[batch, heads]`` receive the rows that the plan does not split, the workspace the others' partials."""
-    cache = inputs.caches[0]
+    first, second = inputs.caches[0], inputs.caches[-1]
     grid = (inputs.heads // 64, plan.plan.programs)
     parked = workspace.accumulators
     if plan.plan.folds:
         parked = torch.empty(grid[0] * grid[1] * 64 * 512, dtype=torch.float32, device=inputs.q.device)
     decode_kernel[grid](
         inputs.q,
-        cache.keys,
-        cache.table,
-        cache.lengths,
+        first.keys,
+        first.table,
+        first.lengths,
+        second.keys,
+        second.table,
+        second.lengths,
         sink,
         plan.segments,
         plan.program_starts,
@@ -378,12 +441,15 @@ def decode(inputs, plan, workspace, sink, out, lse) -> None:
         workspace.states,
         parked,
         inputs.scale * LOG2E,
-        cache.table.stride(0),
-        cache.places,
+        first.table.stride(0),
+        second.table.stride(0),
+        first.places,
+        second.places,
         HEADS=inputs.heads,
-        PAGE=cache.keys.shape[1],
+        PAGE=first.keys.shape[1],
         FOLDS=plan.plan.folds,
         SPARSE=inputs.sparse,
+        SECOND=len(inputs.caches) == 2,
         HAS_SINK=inputs.sink is not None,
         num_warps=8,
     )
