@@ -1,10 +1,10 @@
 """Latent split-KV decode for two warpgroups of a Hopper GPU, in Gluon: the arithmetic of ``triton.decode_kernel``, step
 for step, under a schedule of its own.
 
-While a block of keys is worked on, the next one is copied into the other of two buffers, and the numbers of the one
-after that are on their way to registers. Each warpgroup computes half of a block's scores and owns half of the
-accumulator's columns; between the two the scores are dealt out by rows, so that a row's maximum and sum need no shared
-memory. What is folded of a row waits in memory, parked by the thread that reads it back.
+While a block of keys is worked on, the next one is copied into the other of two buffers, and the places of the one after
+that are on their way to registers; both may be another segment's. Each warpgroup computes half of a block's scores and
+owns half of the accumulator's columns; in between, the scores are dealt out by rows, so that a row's maximum and sum
+need no shared memory. What is folded of a row waits in memory, parked by the thread that reads it back.
 """
 
 import torch
@@ -78,65 +78,76 @@ def _copy_queries(queries, q_head, segments_ptr, segment, last_segment, HEADS: g
 
 
 @gluon.jit
-def _look_up(
-    table_ptr,
-    table_stride,
-    length_ptr,
-    table2_ptr,
-    table2_stride,
-    length2_ptr,
-    there,
+def _read_ahead(
+    cache,
+    cache2,
+    segments_ptr,
+    last_segment,
+    segment,
     row,
     block,
+    end,
     PAGE: gl.constexpr,
     SPARSE: gl.constexpr,
     SECOND: gl.constexpr,
 ):
-    """int32 [64]: what the table has for a block's tokens, their places or pages, -1 past the row's end; the block's
-    number in its cache; whether that is the second one. Nothing is done with the entries yet: nothing waits for them."""
-    length = gl.load(length_ptr + row, mask=there, other=0)
-    table = table_ptr + row * table_stride
+    """From a block of a segment on to the program's next one: its segment (last_segment if there is none), row, number
+    and segment's end; its number in its cache; whether that is the second one; int32 [64], what the table has for its
+    tokens, places or pages, -1 past the row's end. Nothing is done with these entries yet: nothing waits for them."""
+    block += 1
+    if block >= end:
+        segment, row, block, end = _seek(segments_ptr, segment + 1, last_segment)
+    there = segment < last_segment
+    length = gl.load(cache[3] + row, mask=there, other=0)
+    table = cache[1] + row * cache[2]
+    at = block
     second = 0
     if SECOND:
         first_blocks = (gl.maximum(length, 1) + 63) // 64
         if block >= first_blocks:
-            block -= first_blocks
-            length = gl.load(length2_ptr + row, mask=there, other=0)
-            table = table2_ptr + row * table2_stride
+            length = gl.load(cache2[3] + row, mask=there, other=0)
+            table = cache2[1] + row * cache2[2]
+            at = block - first_blocks
             second = 1
-    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
+    tokens = at * 64 + gl.arange(0, 64, layout=OF_COPY)
     if SPARSE:
         entries = gl.load(table + tokens, mask=tokens < length, other=-1)
     else:
         entries = gl.load(table + tokens // PAGE, mask=tokens < length, other=-1)
-    return entries, block, second
-
-
-@gluon.jit
-def _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND: gl.constexpr):
-    """The keys and the number of places of the cache that a block is of."""
-    if SECOND:
-        if second:
-            keys_ptr = keys2_ptr
-            places = places2
-    return keys_ptr, places
+    return segment, row, block, end, at, second, entries
 
 
 @gluon.jit
 def _copy_block(
-    keys, tails, seen, buffer, keys_ptr, places, entries, block, PAGE: gl.constexpr, SPARSE: gl.constexpr
+    keys,
+    tails,
+    seen,
+    cache,
+    cache2,
+    at,
+    second,
+    entries,
+    PAGE: gl.constexpr,
+    SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
 ):
     """Begin to copy a block of keys into a buffer, zeros for tokens that are not there, and note which are."""
+    keys_ptr = cache[0]
+    places = cache[4]
+    if SECOND:
+        if second:
+            keys_ptr = cache2[0]
+            places = cache2[4]
     place = entries
     if not SPARSE:
-        place = entries * PAGE + (block * 64 + gl.arange(0, 64, layout=OF_COPY)) % PAGE
+        place = entries * PAGE + (at * 64 + gl.arange(0, 64, layout=OF_COPY)) % PAGE
     valid = (place >= 0) & (place < places)
-    seen.index(buffer).store(valid.to(gl.int32))
+    seen.store(valid.to(gl.int32))
     start = keys_ptr + gl.where(valid, place, 0).to(gl.int64) * 576
     main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
     tail = gl.arange(512, 576, layout=gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(keys.index(buffer), start[:, None] + main[None, :], mask=valid[:, None])
-    async_copy.async_copy_global_to_shared(tails.index(buffer), start[:, None] + tail[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(keys, start[:, None] + main[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(tails, start[:, None] + tail[None, :], mask=valid[:, None])
     async_copy.commit_group()
 
 
@@ -164,7 +175,7 @@ def _halves(x, HEIGHT: gl.constexpr):
 
 @gluon.jit
 def _fold_parked(acc, a, skip, parked, fresh, HEIGHT: gl.constexpr, PARK: gl.constexpr):
-    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked, and park
+    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked; park
     that, or return it.
 
     a: factor of what is parked; skip: where that stays as it is; fresh: nothing is parked yet."""
@@ -284,43 +295,35 @@ def decode_kernel(
     first_segment = gl.load(starts_ptr + program)
     last_segment = gl.load(starts_ptr + program + 1)
 
-    # The block that is copied next, of this segment or of a later one, and the table's entries for it.
-    ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, first_segment, last_segment)
-    entries, at, second = _look_up(
-        table_ptr,
-        table_stride,
-        length_ptr,
-        table2_ptr,
-        table2_stride,
-        length2_ptr,
-        ahead < last_segment,
-        ahead_row,
-        ahead_block,
-        PAGE,
-        SPARSE,
-        SECOND,
+    cache = (keys_ptr, table_ptr, table_stride, length_ptr, places)
+    cache2 = (keys2_ptr, table2_ptr, table2_stride, length2_ptr, places2)
+
+    # The block that is copied next, of this segment or of a later one.
+    ahead = first_segment - 1
+    ahead_row = 0
+    ahead_block = 0
+    ahead_end = 0
+    ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+        cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
     )
     now = 1  # the buffer of the block that is worked on
     _copy_queries(queries, q_head, segments_ptr, first_segment, last_segment, HEADS)
     if ahead < last_segment:
-        cache_ptr, limit = _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND)
-        _copy_block(keys, tails, seen, 0, cache_ptr, limit, entries, at, PAGE, SPARSE)
-    ahead_block += 1
-    if ahead_block >= ahead_end:
-        ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, ahead + 1, last_segment)
-    entries, at, second = _look_up(
-        table_ptr,
-        table_stride,
-        length_ptr,
-        table2_ptr,
-        table2_stride,
-        length2_ptr,
-        ahead < last_segment,
-        ahead_row,
-        ahead_block,
-        PAGE,
-        SPARSE,
-        SECOND,
+        _copy_block(
+            keys.index(0),
+            tails.index(0),
+            seen.index(0),
+            cache,
+            cache2,
+            at,
+            second,
+            entries,
+            PAGE,
+            SPARSE,
+            SECOND,
+        )
+    ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+        cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
     )
     for segment in range(first_segment, last_segment):
         row = gl.load(segments_ptr + segment * 4)
@@ -341,38 +344,33 @@ def decode_kernel(
             edge = gl.minimum(begin + chunk, end)
         for block in range(begin, end):
             async_copy.wait_group(0)
-            hopper.fence_async_shared()  # the one fence of a block, where no copy is under way that it could wait for
+            hopper.fence_async_shared()  # the only one of a block: no copy is under way that it could wait for
             now ^= 1
             if ahead < last_segment:
-                cache_ptr, limit = _cache(keys_ptr, places, keys2_ptr, places2, second, SECOND)
-                _copy_block(keys, tails, seen, now ^ 1, cache_ptr, limit, entries, at, PAGE, SPARSE)
+                _copy_block(
+                    keys.index(now ^ 1),
+                    tails.index(now ^ 1),
+                    seen.index(now ^ 1),
+                    cache,
+                    cache2,
+                    at,
+                    second,
+                    entries,
+                    PAGE,
+                    SPARSE,
+                    SECOND,
+                )
             scores = gl.zeros([64, 64], gl.float32, SCORES)
-            scores = hopper.warpgroup_mma(
-                queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
-            )
+            scores = hopper.warpgroup_mma(queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
-            ahead_block += 1
-            if ahead_block >= ahead_end:
-                ahead, ahead_row, ahead_block, ahead_end = _seek(segments_ptr, ahead + 1, last_segment)
-            entries, at, second = _look_up(
-                table_ptr,
-                table_stride,
-                length_ptr,
-                table2_ptr,
-                table2_stride,
-                length2_ptr,
-                ahead < last_segment,
-                ahead_row,
-                ahead_block,
-                PAGE,
-                SPARSE,
-                SECOND,
+            ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+                cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
             )
             opens = block == begin
             if FOLDS:
                 if block == edge:  # the block before ended a piece: away with it while the scores are computed
                     if begin == 0:
-                        run_m, run_l, parts = _fold_piece(m, l, acc, run_m, run_l, parked, edge <= chunk, True)
+                        run_m, run_l, _ = _fold_piece(m, l, acc, run_m, run_l, parked, edge <= chunk, True)
                     else:
                         _store_part(part_acc_ptr, part_ml_ptr, place, first_head, heads, m, l, acc, HEADS)
                         place += 1
@@ -393,9 +391,7 @@ def decode_kernel(
             handed.store(p.to(dtype))
             factors.store(alpha)
             acc = acc * factors.load(OF_OUTPUT)[:, None]
-            acc = hopper.warpgroup_mma(
-                handed.load(WEIGHTS), keys.index(now), acc, use_acc=opens == 0, is_async=True
-            )
+            acc = hopper.warpgroup_mma(handed.load(WEIGHTS), keys.index(now), acc, use_acc=opens == 0, is_async=True)
             l = gl.fma(l, alpha, _row_sum(p, 64, 64))
             m = m_new
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])

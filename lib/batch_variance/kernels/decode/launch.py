@@ -140,7 +140,8 @@ def launch(
         grid = (inputs.kv_heads * -(-group // tile.heads), plan.plan.programs)
         parked = None
         if plan.plan.folds and tile.parks(inputs.d_v):
-            parked = torch.empty(grid[0] * grid[1] * tile.heads * inputs.d_v, dtype=torch.float32, device=inputs.q.device)
+            size = grid[0] * grid[1] * tile.heads * inputs.d_v
+            parked = torch.empty(size, dtype=torch.float32, device=inputs.q.device)
         kernels.decode_kernel[grid](
             inputs.q,
             *pointers(first),
