@@ -1,13 +1,12 @@
 """Latent split-KV decode for two warpgroups of a Hopper GPU, in Gluon: the arithmetic of ``triton.decode_kernel``, step
 for step, under a schedule of its own.
 
-While a block of keys is worked on, the next one is copied into the other of two buffers, and the numbers of the one
-after that are on their way to registers. Each warpgroup computes half of a block's scores and owns half of the
-accumulator's columns; between the two the scores are dealt out by rows, so that a row's maximum and sum need no shared
-memory. What is folded of a row waits in memory, parked by the thread that reads it back.
+While a block of keys is worked on, the next one is copied into the other of two buffers, and the places of the one after
+that are on their way to registers; both may be another segment's. Each warpgroup computes half of a block's scores and
+owns half of the accumulator's columns; in between, the scores are dealt out by rows, so that a row's maximum and sum
+need no shared memory. Finished pieces are written out while the next scores are computed.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -17,7 +16,6 @@ from .reference import LOG2E
 
 LN2 = gl.constexpr(0.6931471805599453)
 NO_MAX = gl.constexpr(float("-inf"))
-LEAF = gl.constexpr(4)  # quadruples of a thread's parked numbers that are in transit at once
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -26,6 +24,7 @@ OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 8 lanes copy 128 bytes of a token
 DEALT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))  # 4 lanes hold a row of scores
 Q_TAIL = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 OF_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
 OF_OUTPUT = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 OF_Q_TAIL = gl.constexpr(gl.SliceLayout(1, Q_TAIL.value))
@@ -51,8 +50,8 @@ def _row_sum(p, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _seek(segments_ptr, length_ptr, segment, last_segment):
-    """From ``segment`` on the first one that has blocks: its number, row, first block, end, and the row's length."""
+def _seek(segments_ptr, segment, last_segment):
+    """From ``segment`` on the first one that has blocks: its number, its row, its first block and its end."""
     row = 0
     block = 0
     end = 0
@@ -61,8 +60,7 @@ def _seek(segments_ptr, length_ptr, segment, last_segment):
         block = gl.load(segments_ptr + segment * 4 + 1)
         end = gl.load(segments_ptr + segment * 4 + 2)
         segment += (block >= end).to(gl.int32)
-    length = gl.load(length_ptr + row, mask=segment < last_segment, other=0)
-    return segment, row, block, end, length
+    return segment, row, block, end
 
 
 @gluon.jit
@@ -78,15 +76,43 @@ def _copy_queries(queries, q_head, segments_ptr, segment, last_segment, HEADS: g
 
 
 @gluon.jit
-def _entries(table_ptr, table_row, block, length, PAGE: gl.constexpr, SPARSE: gl.constexpr):
-    """int32 [64]: what the table has for a block's tokens, their places or pages; nothing is done with them yet, so
-    that nothing waits for them."""
-    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
+def _read_ahead(
+    cache,
+    cache2,
+    segments_ptr,
+    last_segment,
+    segment,
+    row,
+    block,
+    end,
+    PAGE: gl.constexpr,
+    SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
+):
+    """From a block of a segment on to the program's next one: its segment (last_segment if there is none), row, number
+    and segment's end; its number in its cache; whether that is the second one; int32 [64], what the table has for its
+    tokens, places or pages, -1 past the row's end. Nothing is done with these entries yet: nothing waits for them."""
+    block += 1
+    if block >= end:
+        segment, row, block, end = _seek(segments_ptr, segment + 1, last_segment)
+    there = segment < last_segment
+    length = gl.load(cache[3] + row, mask=there, other=0)
+    table = cache[1] + row * cache[2]
+    at = block
+    second = 0
+    if SECOND:
+        first_blocks = (gl.maximum(length, 1) + 63) // 64
+        if block >= first_blocks:
+            length = gl.load(cache2[3] + row, mask=there, other=0)
+            table = cache2[1] + row * cache2[2]
+            at = block - first_blocks
+            second = 1
+    tokens = at * 64 + gl.arange(0, 64, layout=OF_COPY)
     if SPARSE:
-        entry = gl.load(table_ptr + table_row + tokens, mask=tokens < length, other=-1)
+        entries = gl.load(table + tokens, mask=tokens < length, other=-1)
     else:
-        entry = gl.load(table_ptr + table_row + tokens // PAGE, mask=tokens < length, other=0)
-    return entry
+        entries = gl.load(table + tokens // PAGE, mask=tokens < length, other=-1)
+    return segment, row, block, end, at, second, entries
 
 
 @gluon.jit
@@ -94,84 +120,33 @@ def _copy_block(
     keys,
     tails,
     seen,
-    buffer,
-    keys_ptr,
+    cache,
+    cache2,
+    at,
+    second,
     entries,
-    block,
-    length,
-    places,
     PAGE: gl.constexpr,
     SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
 ):
     """Begin to copy a block of keys into a buffer, zeros for tokens that are not there, and note which are."""
-    tokens = block * 64 + gl.arange(0, 64, layout=OF_COPY)
+    keys_ptr = cache[0]
+    places = cache[4]
+    if SECOND:
+        if second:
+            keys_ptr = cache2[0]
+            places = cache2[4]
     place = entries
     if not SPARSE:
-        place = entries * PAGE + tokens % PAGE
-    valid = (tokens < length) & (place >= 0) & (place < places)
-    seen.index(buffer).store(valid.to(gl.int32))
+        place = entries * PAGE + (at * 64 + gl.arange(0, 64, layout=OF_COPY)) % PAGE
+    valid = (place >= 0) & (place < places)
+    seen.store(valid.to(gl.int32))
     start = keys_ptr + gl.where(valid, place, 0).to(gl.int64) * 576
     main = gl.arange(0, 512, layout=gl.SliceLayout(0, COPY))
-    tail = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)) + 512
-    async_copy.async_copy_global_to_shared(keys.index(buffer), start[:, None] + main[None, :], mask=valid[:, None])
-    async_copy.async_copy_global_to_shared(tails.index(buffer), start[:, None] + tail[None, :], mask=valid[:, None])
+    tail = gl.arange(512, 576, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(keys, start[:, None] + main[None, :], mask=valid[:, None])
+    async_copy.async_copy_global_to_shared(tails, start[:, None] + tail[None, :], mask=valid[:, None])
     async_copy.commit_group()
-
-
-@gluon.jit
-def _by_thread(x):
-    """[64, 512] as the accumulator lies in threads, seen as [32, 1024]: a thread holds all of a column, and of a row
-    four neighbours."""
-    x = gl.reshape(x, (4, 2, 8, 2, 32, 4, 2))
-    return gl.reshape(gl.permute(x, (4, 0, 3, 2, 5, 1, 6)), (32, 1024))
-
-
-@gluon.jit
-def _by_place(x):
-    """What ``_by_thread`` has seen so, as [64, 512] again."""
-    x = gl.reshape(x, (32, 4, 2, 8, 4, 2, 2))
-    x = gl.reshape(gl.permute(x, (1, 5, 3, 2, 0, 4, 6)), (64, 512))
-    return gl.convert_layout(x, OUTPUT, assert_trivial=True)
-
-
-@gluon.jit
-def _halves(x, HEIGHT: gl.constexpr):
-    """The upper and the lower half of [HEIGHT, 1024]."""
-    return gl.split(gl.permute(gl.reshape(x, (2, HEIGHT // 2, 1024)), (1, 2, 0)))
-
-
-@gluon.jit
-def _park(acc, a, skip, into, fresh, HEIGHT: gl.constexpr):
-    """Fold [HEIGHT, 1024] of a finished piece's accumulator, its own factor in it already, into what is parked.
-
-    a: factor of what is parked; skip: where that stays as it is; fresh: nothing is parked yet."""
-    if HEIGHT > LEAF:
-        upper, lower = _halves(acc, HEIGHT)
-        upper_a, lower_a = _halves(a, HEIGHT)
-        upper_skip, lower_skip = _halves(skip, HEIGHT)
-        HALF: gl.constexpr = HEIGHT // 2
-        _park(upper, upper_a, upper_skip, into, fresh, HALF)
-        _park(lower, lower_a, lower_skip, into + HALF * 1024, fresh, HALF)
-    else:
-        LAYOUT: gl.constexpr = acc.type.layout
-        place = into + _threads(HEIGHT, LAYOUT)
-        old = gl.load(place, mask=fresh == 0, other=0.0)
-        gl.store(place, gl.where(skip, old, gl.fma(old, a, acc)))
-
-
-@gluon.jit
-def _threads(HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """int32 [HEIGHT, 1024]: where parked numbers lie."""
-    rows = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
-    lanes = gl.arange(0, 1024, layout=gl.SliceLayout(0, LAYOUT))
-    return rows[:, None] * 1024 + lanes[None, :]
-
-
-@gluon.jit
-def _store_state(part_ml_ptr, slot, heads, m, l, HEADS: gl.constexpr):
-    into = slot.to(gl.int64) * HEADS + heads
-    gl.store(part_ml_ptr + into * 2, m)
-    gl.store(part_ml_ptr + into * 2 + 1, l)
 
 
 @gluon.jit
@@ -184,81 +159,39 @@ def _store_rows(pointer, row, first_head, x, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _end_row(
-    m,
-    l,
-    acc,
-    row,
-    slot,
-    first_head,
-    heads,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    part_acc_ptr,
-    part_ml_ptr,
-    HEADS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
-    """Normalise what a segment has summed and write it out, or write it to its slot as it is."""
-    if slot < 0:
-        base = _finite(m)
-        total = l
-        if HAS_SINK:
-            total = l + gl.exp2(gl.load(sink_ptr + heads) - base)
-        inverse = gl.where(total == 0, 0.0, gl.div_rn(1.0, gl.where(total == 0, 1.0, total)))
-        lse = gl.where(l == 0, NO_MAX, (base + gl.log2(gl.where(l == 0, 1.0, l))) * LN2)
-        inverse = gl.convert_layout(inverse, OF_OUTPUT)
-        _store_rows(out_ptr, row, first_head, acc * inverse[:, None] + 0.0, HEADS)
-        gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
-    else:
-        _store_state(part_ml_ptr, slot, heads, m, l, HEADS)
-        _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
+def _store_part(part_acc_ptr, part_ml_ptr, slot, first_head, heads, m, l, acc, HEADS: gl.constexpr):
+    """Write a state to a slot."""
+    into = slot.to(gl.int64) * HEADS + heads
+    gl.store(part_ml_ptr + into * 2, m)
+    gl.store(part_ml_ptr + into * 2 + 1, l)
+    _store_rows(part_acc_ptr, slot, first_head, acc, HEADS)
 
 
 @gluon.jit
-def _end_piece(
-    m,
-    l,
-    acc,
-    run_m,
-    run_l,
-    place,
-    begin,
-    fresh,
-    part_acc_ptr,
-    part_ml_ptr,
-    parked,
-    first_head,
-    heads,
-    HEADS: gl.constexpr,
+def _end_row(
+    m, l, acc, row, first_head, heads, sink_ptr, out_ptr, lse_ptr, HEADS: gl.constexpr, HAS_SINK: gl.constexpr
 ):
-    """Fold a finished piece into the row's start, or write it to its slot. fresh: it is the row's first."""
-    if begin == 0:
-        new_m = gl.maximum(run_m, m)
-        base = _finite(new_m)
-        a = gl.exp2(run_m - base)
-        b = gl.exp2(m - base)
-        empty = gl.convert_layout(m, OF_OUTPUT) == NO_MAX
-        skip = (empty & (fresh == 0))[:, None].broadcast_to([64, 512])
-        wide_a = gl.convert_layout(a, OF_OUTPUT)[:, None].broadcast_to([64, 512])
-        acc = acc * gl.convert_layout(b, OF_OUTPUT)[:, None]
-        _park(_by_thread(acc), _by_thread(wide_a), _by_thread(skip), parked, fresh, 32)
-        run_l = gl.where(m == NO_MAX, run_l, gl.fma(run_l, a, l * b))
-        run_m = new_m
-    else:
-        _store_state(part_ml_ptr, place, heads, m, l, HEADS)
-        _store_rows(part_acc_ptr, place, first_head, acc, HEADS)
-        place += 1
-    return run_m, run_l, place
+    """Write a row's normalised output and natural-log LSE; the sink joins the denominator only."""
+    base = _finite(m)
+    total = l
+    if HAS_SINK:
+        total = l + gl.exp2(gl.load(sink_ptr + heads) - base)
+    inverse = gl.where(total == 0, 0.0, gl.div_rn(1.0, gl.where(total == 0, 1.0, total)))
+    lse = gl.where(l == 0, NO_MAX, (base + gl.log2(gl.where(l == 0, 1.0, l))) * LN2)
+    acc = acc * gl.convert_layout(inverse, OF_OUTPUT)[:, None] + 0.0  # + 0: a zero's sign would tell its sum
+    _store_rows(out_ptr, row, first_head, acc, HEADS)
+    gl.store(lse_ptr + row.to(gl.int64) * HEADS + heads, lse)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "places"])
+@gluon.jit(do_not_specialize=["table_stride", "table2_stride", "places", "places2"])
 def decode_kernel(
     q_ptr,
     keys_ptr,
     table_ptr,
     length_ptr,
+    keys2_ptr,
+    table2_ptr,
+    length2_ptr,
     sink_ptr,
     segments_ptr,
     starts_ptr,
@@ -267,18 +200,19 @@ def decode_kernel(
     lse_ptr,
     part_acc_ptr,
     part_ml_ptr,
-    parked_ptr,
     scale_log2,
     table_stride,
+    table2_stride,
     places,
+    places2,
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     FOLDS: gl.constexpr,
     SPARSE: gl.constexpr,
+    SECOND: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    """Grid: (heads / 64, programs), 8 warps. Pointers and FOLDS as ``triton.decode_kernel`` has them; parked_ptr:
-    float32 [grid, 64, 512] in an order of its own."""
+    """Grid: (heads / 64, programs), 8 warps. Pointers and FOLDS as ``triton.decode_kernel`` has them under SPREAD."""
     dtype: gl.constexpr = keys_ptr.dtype.element_ty
     keys = gl.allocate_shared_memory(dtype, [2, 64, 512], SHARED)
     tails = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
@@ -290,25 +224,39 @@ def decode_kernel(
     heads = first_head + gl.arange(0, 64, layout=OF_DEALT)
     q_head = q_ptr + first_head * 576
     program = gl.program_id(1)
-    parked = parked_ptr + (program * gl.num_programs(0) + gl.program_id(0)).to(gl.int64) * (64 * 512)
     first_segment = gl.load(starts_ptr + program)
     last_segment = gl.load(starts_ptr + program + 1)
 
-    # The block that is copied next, of this segment or of a later one, and the table's entries for it.
-    ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-        segments_ptr, length_ptr, first_segment, last_segment
+    cache = (keys_ptr, table_ptr, table_stride, length_ptr, places)
+    cache2 = (keys2_ptr, table2_ptr, table2_stride, length2_ptr, places2)
+
+    # The block that is copied next, of this segment or of a later one.
+    ahead = first_segment - 1
+    ahead_row = 0
+    ahead_block = 0
+    ahead_end = 0
+    ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+        cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
     )
-    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
     now = 1  # the buffer of the block that is worked on
     _copy_queries(queries, q_head, segments_ptr, first_segment, last_segment, HEADS)
     if ahead < last_segment:
-        _copy_block(keys, tails, seen, 0, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE)
-    ahead_block += 1
-    if ahead_block >= ahead_end:
-        ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-            segments_ptr, length_ptr, ahead + 1, last_segment
+        _copy_block(
+            keys.index(0),
+            tails.index(0),
+            seen.index(0),
+            cache,
+            cache2,
+            at,
+            second,
+            entries,
+            PAGE,
+            SPARSE,
+            SECOND,
         )
-    entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
+    ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+        cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
+    )
     for segment in range(first_segment, last_segment):
         row = gl.load(segments_ptr + segment * 4)
         begin = gl.load(segments_ptr + segment * 4 + 1)
@@ -317,53 +265,41 @@ def decode_kernel(
         chunk = gl.load(chunks_ptr + row)
         q_tail_rows = q_head + row.to(gl.int64) * (HEADS * 576) + gl.arange(0, 64, layout=OF_Q_TAIL)[:, None] * 576
         q_tail = gl.load(q_tail_rows + gl.arange(512, 576, layout=gl.SliceLayout(0, Q_TAIL))[None, :])
-        run_m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
-        run_l = gl.zeros([64], gl.float32, OF_DEALT)
         m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
         l = gl.zeros([64], gl.float32, OF_DEALT)
         acc = gl.zeros([64, 512], gl.float32, OUTPUT)
-        place = slot
         edge = end
         if FOLDS:
             edge = gl.minimum(begin + chunk, end)
         for block in range(begin, end):
             async_copy.wait_group(0)
+            hopper.fence_async_shared()  # the only one of a block: no copy is under way that it could wait for
             now ^= 1
             if ahead < last_segment:
                 _copy_block(
-                    keys, tails, seen, now ^ 1, keys_ptr, entries, ahead_block, ahead_length, places, PAGE, SPARSE
+                    keys.index(now ^ 1),
+                    tails.index(now ^ 1),
+                    seen.index(now ^ 1),
+                    cache,
+                    cache2,
+                    at,
+                    second,
+                    entries,
+                    PAGE,
+                    SPARSE,
+                    SECOND,
                 )
-            ahead_block += 1
-            if ahead_block >= ahead_end:
-                ahead, ahead_row, ahead_block, ahead_end, ahead_length = _seek(
-                    segments_ptr, length_ptr, ahead + 1, last_segment
-                )
-            entries = _entries(table_ptr, ahead_row * table_stride, ahead_block, ahead_length, PAGE, SPARSE)
-            hopper.fence_async_shared()
             scores = gl.zeros([64, 64], gl.float32, SCORES)
-            scores = hopper.warpgroup_mma(
-                queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True
-            )
+            scores = hopper.warpgroup_mma(queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
+            ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
+                cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
+            )
             opens = block == begin
             if FOLDS:
                 if block == edge:  # the block before ended a piece: away with it while the scores are computed
-                    run_m, run_l, place = _end_piece(
-                        m,
-                        l,
-                        acc,
-                        run_m,
-                        run_l,
-                        place,
-                        begin,
-                        edge <= chunk,
-                        part_acc_ptr,
-                        part_ml_ptr,
-                        parked,
-                        first_head,
-                        heads,
-                        HEADS,
-                    )
+                    _store_part(part_acc_ptr, part_ml_ptr, slot, first_head, heads, m, l, acc, HEADS)
+                    slot += 1
                     m = gl.full([64], NO_MAX, gl.float32, OF_DEALT)
                     l = gl.zeros([64], gl.float32, OF_DEALT)
                     opens = True
@@ -377,90 +313,37 @@ def decode_kernel(
             base = _finite(m_new)
             p = gl.exp2(scores - base[:, None])
             alpha = gl.exp2(m - base)
-            weights = tails.index(now)  # its scores are summed: nothing reads the tail any more
-            weights.store(p.to(dtype))
+            handed = tails.index(now)  # which nothing reads any more, now that the scores are there
+            handed.store(p.to(dtype))
             factors.store(alpha)
-            hopper.fence_async_shared()
             acc = acc * factors.load(OF_OUTPUT)[:, None]
-            acc = hopper.warpgroup_mma(weights, keys.index(now), acc, use_acc=opens == 0, is_async=True)
+            acc = hopper.warpgroup_mma(handed.load(WEIGHTS), keys.index(now), acc, use_acc=opens == 0, is_async=True)
             l = gl.fma(l, alpha, _row_sum(p, 64, 64))
             m = m_new
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
 
         _copy_queries(queries, q_head, segments_ptr, segment + 1, last_segment, HEADS)
-        if FOLDS:
-            if begin < end:
-                run_m, run_l, place = _end_piece(
-                    m,
-                    l,
-                    acc,
-                    run_m,
-                    run_l,
-                    place,
-                    begin,
-                    edge <= chunk,
-                    part_acc_ptr,
-                    part_ml_ptr,
-                    parked,
-                    first_head,
-                    heads,
-                    HEADS,
-                )
-            if begin == 0:
-                LAYOUT: gl.constexpr = _by_thread(acc).type.layout
-                total = _by_place(gl.load(parked + _threads(32, LAYOUT)))
-                nothing = gl.convert_layout(run_m, OF_OUTPUT) == NO_MAX  # a row without tokens parked nothing
-                total = gl.where(nothing[:, None], 0.0, total)
-                _end_row(
-                    run_m,
-                    run_l,
-                    total,
-                    row,
-                    slot,
-                    first_head,
-                    heads,
-                    sink_ptr,
-                    out_ptr,
-                    lse_ptr,
-                    part_acc_ptr,
-                    part_ml_ptr,
-                    HEADS,
-                    HAS_SINK,
-                )
+        if slot < 0:
+            _end_row(m, l, acc, row, first_head, heads, sink_ptr, out_ptr, lse_ptr, HEADS, HAS_SINK)
         else:
-            _end_row(
-                m,
-                l,
-                acc,
-                row,
-                slot,
-                first_head,
-                heads,
-                sink_ptr,
-                out_ptr,
-                lse_ptr,
-                part_acc_ptr,
-                part_ml_ptr,
-                HEADS,
-                HAS_SINK,
-            )
+            _store_part(part_acc_ptr, part_ml_ptr, slot, first_head, heads, m, l, acc, HEADS)
 
 
 def decode(inputs, plan, workspace, sink, out, lse) -> None:
-    """Launch the kernel, without the combine step, for inputs that ``launch.fits_hopper`` accepts and a DevicePlan.
+    """Launch the kernel, without the combine step, for inputs that ``launch.fits_hopper`` accepts and a DevicePlan, spread.
 
     sink: float32 ``[heads]``, times log2(e) (any tensor if the inputs have none); out ``[batch, heads, 512]`` and lse
     ``[batch, heads]`` receive the rows that the plan does not split, the workspace the others' partials."""
-    cache = inputs.caches[0]
+    first, second = inputs.caches[0], inputs.caches[-1]
     grid = (inputs.heads // 64, plan.plan.programs)
-    parked = workspace.accumulators
-    if plan.plan.folds:
-        parked = torch.empty(grid[0] * grid[1] * 64 * 512, dtype=torch.float32, device=inputs.q.device)
     decode_kernel[grid](
         inputs.q,
-        cache.keys,
-        cache.table,
-        cache.lengths,
+        first.keys,
+        first.table,
+        first.lengths,
+        second.keys,
+        second.table,
+        second.lengths,
         sink,
         plan.segments,
         plan.program_starts,
@@ -469,14 +352,16 @@ def decode(inputs, plan, workspace, sink, out, lse) -> None:
         lse,
         workspace.accumulators,
         workspace.states,
-        parked,
         inputs.scale * LOG2E,
-        cache.table.stride(0),
-        cache.places,
+        first.table.stride(0),
+        second.table.stride(0),
+        first.places,
+        second.places,
         HEADS=inputs.heads,
-        PAGE=cache.keys.shape[1],
+        PAGE=first.keys.shape[1],
         FOLDS=plan.plan.folds,
         SPARSE=inputs.sparse,
+        SECOND=len(inputs.caches) == 2,
         HAS_SINK=inputs.sink is not None,
         num_warps=8,
     )

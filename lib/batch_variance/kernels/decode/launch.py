@@ -88,11 +88,11 @@ def default_tile(inputs: DecodeInputs) -> Tile:
 
 
 def fits_hopper(inputs: DecodeInputs, block_size: int) -> bool:
-    """Whether the inputs have the shape that ``hopper`` is written for: one latent cache of 512 + 64 numbers a token in
-    16 bits, query heads by the 64, blocks of 64 tokens."""
+    """Whether the inputs have the shape that ``hopper`` is written for: latent caches of one page size, of 512 + 64
+    numbers a token in 16 bits; query heads by the 64; blocks of 64 tokens."""
     return (
         inputs.latent
-        and len(inputs.caches) == 1
+        and inputs.caches[0].keys.shape[1] == inputs.caches[-1].keys.shape[1]
         and (inputs.q.shape[2], inputs.d_v, block_size) == (576, 512, 64)
         and inputs.heads % 64 == 0
         and inputs.q.dtype != torch.float32
