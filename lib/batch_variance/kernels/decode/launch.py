@@ -80,7 +80,7 @@ WARPGROUPS = Tile(heads=64, warps=8, stages=2, form="warpgroups")
 
 def default_tile(inputs: DecodeInputs) -> Tile:
     """Tile by shape: a latent cache's wide accumulators need many warps, grouped queries few."""
-    if inputs.q.device.type == "cuda" and fits_hopper(inputs, 64):
+    if fits_hopper(inputs, 64):
         return WARPGROUPS
     if inputs.latent and inputs.d_v >= 256:
         return Tile(heads=32, warps=8, stages=5)
@@ -88,10 +88,13 @@ def default_tile(inputs: DecodeInputs) -> Tile:
 
 
 def fits_hopper(inputs: DecodeInputs, block_size: int) -> bool:
-    """Whether the inputs have the shape that ``hopper`` is written for: latent caches of one page size, of 512 + 64
-    numbers a token in 16 bits; query heads by the 64; blocks of 64 tokens."""
+    """Whether the inputs lie on a Hopper GPU and have the shape that ``hopper`` is written for: latent caches of one page
+    size, of 512 + 64 numbers a token in 16 bits; query heads by the 64; blocks of 64 tokens."""
+    device = inputs.q.device
     return (
-        inputs.latent
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and inputs.latent
         and inputs.caches[0].keys.shape[1] == inputs.caches[-1].keys.shape[1]
         and (inputs.q.shape[2], inputs.d_v, block_size) == (576, 512, 64)
         and inputs.heads % 64 == 0
