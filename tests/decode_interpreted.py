@@ -6,13 +6,13 @@ import torch
 
 from batch_variance.kernels.decode import DecodeInputs, emulate, exact, launch, plan_decode, random_inputs
 from batch_variance.kernels.decode.launch import KERNEL_FOLDS, DevicePlan, Workspace
-from batch_variance.schedules import spread
+from batch_variance.schedules import one_program_a_row, spread
 
 LENGTHS = [100, 0, 33, 16]
 SHAPES = (
     (dict(heads=16, d_qk=48, d_v=32), torch.float16, 1e-3),
     (
-        dict(heads=16, d_qk=32, d_v=32, sparse=True, extra_lengths=[40, 0, 17, 5], sink=True, invalid=0.1),
+        dict(heads=16, d_qk=32, d_v=32, sparse=True, extra_lengths=[40, 9, 17, 5], sink=True, invalid=0.1),
         torch.float32,
         1e-6,
     ),
@@ -35,6 +35,7 @@ for shape, dtype, bound in SHAPES:
     truth, lse = exact(inputs, 16)
     for rule, folds in (
         ("flashmla", ("left",)),
+        ("free-1", ("left",)),
         ("free-2", ("left",)),
         ("free-most-3", ("left",)),
         ("fixed-count-3", KERNEL_FOLDS),
@@ -48,10 +49,14 @@ for shape, dtype, bound in SHAPES:
                 for row in range(len(LENGTHS))
             ]
             everywhere = poisoned(inputs, spread(plan), fold)
+            by_one = poisoned(inputs, one_program_a_row(plan), fold) if plan.folds else (out, got)
             results.append(
                 {
                     "spread_differs": sum(
                         not torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip((out, got), everywhere)
+                    ),
+                    "by_one_differs": sum(
+                        not torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip((out, got), by_one)
                     ),
                     "spread_slots": spread(plan).num_slots - plan.num_slots,
                     "rule": rule,

@@ -442,7 +442,7 @@ def _fold_in_turn(m, l, acc, slots, end, part_acc_ptr, part_ml_ptr, head, HEADS:
     an empty state has weight 0."""
     N: tl.constexpr = slots.shape[0]
     ms, ls, accs = _load_part(part_acc_ptr, part_ml_ptr, slots, head, slots < end, HEADS, D_V)
-    earlier = (slots < end) & (tl.arange(0, N) > 0)
+    earlier = (slots <= end) & (tl.arange(0, N) > 0)
     before = tl.load(part_ml_ptr + ((slots - 1).to(tl.int64) * HEADS + head) * 2, mask=earlier, other=NO_MAX)
     before = tl.maximum(tl.associative_scan(before, 0, _larger), m)
     after = tl.maximum(before, ms)

@@ -90,6 +90,9 @@ _MANY = (
     "in-turn 128x128x64 w8 s4 tma",
     "parallel 128x256x64 w8 s4 tma",
     "parallel 128x128x64 w4 s5 tma",
+    "in-turn 128x128x64 w8 s5 tma hold",
+    "in-turn 128x128x64 w8 s4 tma hold",
+    "in-turn 128x128x128 w8 s3 tma hold",
 )
 CANDIDATES = {1: _FEW, 16: _FEW, 32: _THIRTY, 64: _SOME, 256: _MORE, 1024: _MANY, 4096: _MANY}
 

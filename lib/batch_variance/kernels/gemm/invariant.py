@@ -14,7 +14,7 @@ import torch
 from ...common import BadInput, data_path
 from ..counters import arrival_counters
 
-MARKS = ("tma", "swap")
+MARKS = ("tma", "swap", "hold")
 STEP = 128  # segments are whole multiples of this many products; every block_k divides it
 
 
@@ -22,7 +22,7 @@ STEP = 128  # segments are whole multiples of this many products; every block_k 
 class Config:
     """One launch shape. form: "parallel" (a program a segment) or "in-turn" (a program a tile, its segments one after
     another); tma: tiles are fetched by tensor descriptors; swap: the weight is the first operand, so that few rows fill
-    the narrow side of the tensor core."""
+    the narrow side of the tensor core; hold: in turn, the running sum stays in registers."""
 
     form: str
     block_m: int
@@ -32,6 +32,7 @@ class Config:
     stages: int
     tma: bool = False
     swap: bool = False
+    hold: bool = False
 
     def __str__(self) -> str:
         marks = "".join(f" {mark}" for mark in MARKS if getattr(self, mark))
@@ -171,10 +172,10 @@ def matmul(
     bias = y if bias is None else bias
     if config.form == "in-turn":
         programs = min(_programs(x.device), tiles_m * tiles_n)
-        cells = programs * config.block_m * config.block_n if count > 1 else 1
+        cells = programs * config.block_m * config.block_n if count > 1 and not config.hold else 1
         parked = torch.empty(cells, dtype=torch.float32, device=x.device)
         kernels.in_turn[(programs,)](
-            a, b, bias, y, parked, M, N, K, length, **shape, SEGMENTS=count, GROUP=8, **marks, **launch
+            a, b, bias, y, parked, M, N, K, length, **shape, SEGMENTS=count, GROUP=8, HOLD=config.hold, **marks, **launch
         )
         return y
     split = count > 1

@@ -3,7 +3,7 @@
 The tree: K falls into fixed segments; a segment's products are added from zero in the order of k, as tensor cores add
 them; the segments' float32 sums are added from left to right. `parallel` gives each segment a program of its own, and
 the last one to arrive folds. `in_turn` lets one program run a tile's segments one after another and parks the running
-sum in memory between them, so that only one accumulator is in registers. Tile shapes, stages, warps, which operand
+sum in memory between them, so that only one accumulator is in registers, or holds it where there is room. Tile shapes, stages, warps, which operand
 comes first and how tiles reach memory leave no trace in the bits; `classes` measures that on the GPU at hand.
 """
 
@@ -171,6 +171,34 @@ def _finish_part(
             _store(y, bias, part, m0 + rows, n0 + columns, M, N, BIAS)
 
 
+@triton.jit
+def _finish_segment(
+    y,
+    bias,
+    here,
+    total,
+    seg,
+    m0,
+    n0,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """`_finish_part` for the four quarters of a tile."""
+    QUARTER: tl.constexpr = BLOCK_M * BLOCK_N // 4
+    WIDTH: tl.constexpr = BLOCK_N // 4
+    left, right = _halves(total, BLOCK_M, BLOCK_N)
+    a, b = _halves(left, BLOCK_M, BLOCK_N // 2)
+    c, d = _halves(right, BLOCK_M, BLOCK_N // 2)
+    _finish_part(y, bias, here, a, seg, m0, n0, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
+    _finish_part(y, bias, here + QUARTER, b, seg, m0, n0 + WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
+    _finish_part(y, bias, here + 2 * QUARTER, c, seg, m0, n0 + 2 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
+    _finish_part(y, bias, here + 3 * QUARTER, d, seg, m0, n0 + 3 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
+
+
 @triton.jit(do_not_specialize=["M", "segment"])
 def in_turn(
     x,
@@ -187,12 +215,13 @@ def in_turn(
     BLOCK_K: tl.constexpr,
     SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr,
+    HOLD: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """Grid: (programs). A program takes every programs-th tile; segment counts steps of 128. parked: float32
-    [programs, BLOCK_M * BLOCK_N]."""
+    [programs, BLOCK_M * BLOCK_N]; HOLD: the running sum stays in registers instead, where a tile leaves room for it."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -200,10 +229,9 @@ def in_turn(
     mine = tl.cdiv(tiles_m * tiles_n - program, programs)
     steps = segment * 128 // BLOCK_K
     here = parked + program.to(tl.int64) * (BLOCK_M * BLOCK_N)
-    QUARTER: tl.constexpr = BLOCK_M * BLOCK_N // 4
-    WIDTH: tl.constexpr = BLOCK_N // 4
     # One loop over all steps of all tiles, items ending inside it, so that the load pipeline never drains between them.
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    held = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     step = -1
     item = -1
     m0 = 0
@@ -221,17 +249,11 @@ def in_turn(
         k = seg * segment * 128 + step * BLOCK_K
         total = _product(x, w, m0, n0, k, total, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA, False, EVEN)
         if step == steps - 1:
-            left, right = _halves(total, BLOCK_M, BLOCK_N)
-            first_part, second_part = _halves(left, BLOCK_M, BLOCK_N // 2)
-            third_part, fourth_part = _halves(right, BLOCK_M, BLOCK_N // 2)
-            _finish_part(y, bias, here, first_part, seg, m0, n0, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS)
-            _finish_part(
-                y, bias, here + QUARTER, second_part, seg, m0, n0 + WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
-            )
-            _finish_part(
-                y, bias, here + 2 * QUARTER, third_part, seg, m0, n0 + 2 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
-            )
-            _finish_part(
-                y, bias, here + 3 * QUARTER, fourth_part, seg, m0, n0 + 3 * WIDTH, M, N, BLOCK_M, WIDTH, SEGMENTS, BIAS
-            )
+            if HOLD:
+                held = tl.where(seg > 0, held + total, total)
+                if seg == SEGMENTS - 1:
+                    rows = m0 + tl.arange(0, BLOCK_M)[:, None]
+                    _store(y, bias, held, rows, n0 + tl.arange(0, BLOCK_N)[None, :], M, N, BIAS)
+            else:
+                _finish_segment(y, bias, here, total, seg, m0, n0, M, N, BLOCK_M, BLOCK_N, SEGMENTS, BIAS)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
