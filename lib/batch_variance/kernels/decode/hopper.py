@@ -1,10 +1,10 @@
 """Latent split-KV decode for two warpgroups of a Hopper GPU, in Gluon: the arithmetic of ``triton.decode_kernel``, step
 for step, under a schedule of its own.
 
-While a block of keys is worked on, the next one is copied into the other of two buffers, and the places of the one after
-that are on their way to registers; both may be another segment's. Each warpgroup computes half of a block's scores and
-owns half of the accumulator's columns; in between, the scores are dealt out by rows, so that a row's maximum and sum
-need no shared memory. Finished pieces are written out while the next scores are computed.
+While a block of keys is worked on, the next one is copied into the other of two buffers, and the places of the one
+after that are on their way to registers; both may be another segment's. Each warpgroup computes half of a block's
+scores and owns half of the accumulator's columns; in between, the scores are dealt out by rows, so that a row's maximum
+and sum need no shared memory. Finished pieces are written out while the next scores are computed.
 """
 
 from triton.experimental import gluon
@@ -273,7 +273,7 @@ def decode_kernel(
             edge = gl.minimum(begin + chunk, end)
         for block in range(begin, end):
             async_copy.wait_group(0)
-            hopper.fence_async_shared()  # the only one of a block: no copy is under way that it could wait for
+            hopper.fence_async_shared()  # the only one of a block: here it waits for no copy
             now ^= 1
             if ahead < last_segment:
                 _copy_block(
@@ -290,10 +290,21 @@ def decode_kernel(
                     SECOND,
                 )
             scores = gl.zeros([64, 64], gl.float32, SCORES)
-            scores = hopper.warpgroup_mma(queries, keys.index(now).permute((1, 0)), scores, use_acc=False, is_async=True)
-            scores = hopper.warpgroup_mma(q_tail, tails.index(now).permute((1, 0)), scores, is_async=True)
+            main, tail = keys.index(now), tails.index(now)
+            scores = hopper.warpgroup_mma(queries, main.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = hopper.warpgroup_mma(q_tail, tail.permute((1, 0)), scores, is_async=True)
             ahead, ahead_row, ahead_block, ahead_end, at, second, entries = _read_ahead(
-                cache, cache2, segments_ptr, last_segment, ahead, ahead_row, ahead_block, ahead_end, PAGE, SPARSE, SECOND
+                cache,
+                cache2,
+                segments_ptr,
+                last_segment,
+                ahead,
+                ahead_row,
+                ahead_block,
+                ahead_end,
+                PAGE,
+                SPARSE,
+                SECOND,
             )
             opens = block == begin
             if FOLDS:
@@ -313,11 +324,10 @@ def decode_kernel(
             base = _finite(m_new)
             p = gl.exp2(scores - base[:, None])
             alpha = gl.exp2(m - base)
-            handed = tails.index(now)  # which nothing reads any more, now that the scores are there
-            handed.store(p.to(dtype))
+            tail.store(p.to(dtype))  # nothing reads the tail any more: the weights change hands there
             factors.store(alpha)
             acc = acc * factors.load(OF_OUTPUT)[:, None]
-            acc = hopper.warpgroup_mma(handed.load(WEIGHTS), keys.index(now), acc, use_acc=opens == 0, is_async=True)
+            acc = hopper.warpgroup_mma(tail.load(WEIGHTS), main, acc, use_acc=opens == 0, is_async=True)
             l = gl.fma(l, alpha, _row_sum(p, 64, 64))
             m = m_new
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
@@ -330,7 +340,7 @@ def decode_kernel(
 
 
 def decode(inputs, plan, workspace, sink, out, lse) -> None:
-    """Launch the kernel, without the combine step, for inputs that ``launch.fits_hopper`` accepts and a DevicePlan, spread.
+    """Launch the kernel, without the combine step, for inputs that ``launch.fits_hopper`` accepts and a spread plan.
 
     sink: float32 ``[heads]``, times log2(e) (any tensor if the inputs have none); out ``[batch, heads, 512]`` and lse
     ``[batch, heads]`` receive the rows that the plan does not split, the workspace the others' partials."""
