@@ -1,5 +1,6 @@
 """Schedules: FlashMLA's recorded ones to the integer, and the properties that any cutting must have."""
 
+import itertools
 import json
 import time
 
@@ -23,6 +24,7 @@ from batch_variance.schedules import (
     spread,
 )
 from batch_variance.schedules.flashmla_calls import _fill, _parts_needed
+from batch_variance.schedules.plan import _stretches
 from batch_variance.schedules.command import schedule as command
 
 GOLDEN = json.loads(data_path("golden", "flashmla_schedules_h200.json").read_text())["cases"]
@@ -317,3 +319,22 @@ def test_spread_plans_give_every_piece_a_slot_of_its_own(lengths, programs, rule
     assert spread(found) is found
     whole = make_plan("fixed-chunk-2", lengths, programs, 16)
     assert spread(whole) is whole
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 3])), min_size=1, max_size=8), st.integers(1, 9)
+)
+def test_stretches_of_pieces_cost_as_little_as_can_be(pieces, programs):
+    blocks, fresh = (np.array(column) for column in zip(*pieces))
+
+    def cost(first, last):
+        return int((blocks + fresh)[first:last].sum() - fresh[first])
+
+    found = _stretches(blocks, fresh, programs)
+    assert found[0] == 0 and set(np.diff(found)) <= {0, 1} and found[-1] < programs
+    cuts = [0, *(np.flatnonzero(np.diff(found)) + 1), len(pieces)]
+    mine = max(cost(a, b) for a, b in zip(cuts, cuts[1:]))
+    inner = range(1, len(pieces))
+    every = (c for n in range(min(programs, len(pieces))) for c in itertools.combinations(inner, n))
+    least = min(max(cost(a, b) for a, b in zip((0, *c), (*c, len(pieces)))) for c in every)
+    assert mine == max(least, 1) or mine == least

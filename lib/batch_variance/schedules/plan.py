@@ -5,6 +5,7 @@ and which partials the combine step folds. Both FlashMLA's batch-wide schedule a
 so that one kernel runs them all and a difference in bits can only come from the cutting.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Sequence
 
@@ -15,6 +16,7 @@ from .flashmla import BLOCK_SIZE, FIXED_OVERHEAD_BLOCKS, FlashMLASchedule, at_le
 from .rules import Rule, own_length_rule
 
 BATCH_WIDE = "flashmla"
+ROW_OVERHEAD_BLOCKS = 3  # what another row costs a program of the Triton kernel, in blocks: the best of 0, 1, 3, 5 measured
 
 
 class Segment(NamedTuple):
@@ -108,14 +110,14 @@ def plan_by_rule(
     lengths: Sequence[int],
     num_programs: int,
     block_size: int = BLOCK_SIZE,
-    overhead_blocks: int = FIXED_OVERHEAD_BLOCKS,
+    overhead_blocks: int = ROW_OVERHEAD_BLOCKS,
 ) -> Plan:
     """Cut each row by an own-length rule and balance the pieces over programs.
 
     The pieces of all rows stand in one line, each costing its blocks, plus ``overhead_blocks`` where a program has to
-    start it afresh; the line is cut into ``num_programs`` stretches of near-equal cost. That balance looks at the whole
-    batch, as it may: it decides where pieces run, never how a row is cut. Raises BadInput as
-    ``flashmla_schedule`` does.
+    start it afresh after another; the line is cut into at most ``num_programs`` stretches, the costliest of which costs
+    as little as can be. That balance looks at the whole batch, as it may: it decides where pieces run, never how a row
+    is cut. Raises BadInput as ``flashmla_schedule`` does.
     """
     rule = own_length_rule(rule) if isinstance(rule, str) else rule
     tokens = whole_numbers(lengths, "lengths")
@@ -128,9 +130,7 @@ def plan_by_rule(
     index = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
     begin, end = (rule.edge(i, np.asarray(blocks)[row_of], counts[row_of]) for i in (index, index + 1))
     fresh = np.ones(len(row_of)) if not rule.folds else np.diff(row_of, prepend=-1) > 0
-    cost = end - begin + overhead * fresh
-    middle = np.cumsum(cost) - cost / 2
-    program = np.minimum((middle * programs / max(cost.sum(), 1)).astype(int), programs - 1)
+    program = _stretches(end - begin, overhead * np.asarray(fresh, dtype=int), programs)
 
     joined = np.ones(len(row_of), bool)
     if rule.folds:
@@ -149,17 +149,46 @@ def plan_by_rule(
     return _plan(rule.name, tokens, size, chunks, segments, starts, slot_starts, counts)
 
 
+def _stretches(blocks: np.ndarray, fresh: np.ndarray, programs: int) -> np.ndarray:
+    """The program of each piece. blocks: its cost; fresh: what it costs more unless its program begins with it."""
+    if not len(blocks):
+        return np.zeros(0, dtype=int)
+    ends = np.cumsum(blocks + fresh)
+    line = ends.tolist()  # a number at a time is found faster in a list
+
+    def starts(limit: int) -> list[int] | None:
+        found, at, spent = [], 0, 0
+        while at < len(line):
+            if len(found) == programs:
+                return None
+            found.append(at)
+            at = bisect_right(line, spent + int(fresh[at]) + limit, at)
+            spent = line[at - 1]
+        return found
+
+    low = max(int(blocks.max()), -(-int(ends[-1] - fresh.sum()) // programs), 1)
+    high = max(low, -(-int(ends[-1]) // programs) + int((blocks + fresh).max()))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if starts(middle) else (middle + 1, high)
+    found = starts(low)
+    return np.repeat(np.arange(len(found)), np.diff(found, append=len(ends)))
+
+
 def make_plan(
     rule: str,
     lengths: Sequence[int],
     num_programs: int,
     block_size: int = BLOCK_SIZE,
-    overhead_blocks: int = FIXED_OVERHEAD_BLOCKS,
+    overhead_blocks: int | None = None,
 ) -> Plan:
-    """The plan of a rule by name: ``flashmla`` for the batch-wide schedule, or an own-length rule."""
+    """The plan of a rule by name: ``flashmla`` for the batch-wide schedule, or an own-length rule. overhead_blocks: the
+    schedule's own where None."""
     if rule == BATCH_WIDE:
-        return plan_from_schedule(flashmla_schedule(lengths, num_programs, block_size, overhead_blocks))
-    return plan_by_rule(rule, lengths, num_programs, block_size, overhead_blocks)
+        overhead = FIXED_OVERHEAD_BLOCKS if overhead_blocks is None else overhead_blocks
+        return plan_from_schedule(flashmla_schedule(lengths, num_programs, block_size, overhead))
+    overhead = ROW_OVERHEAD_BLOCKS if overhead_blocks is None else overhead_blocks
+    return plan_by_rule(rule, lengths, num_programs, block_size, overhead)
 
 
 def plan_room(rule: str, batch: int, longest: int, num_programs: int, block_size: int = BLOCK_SIZE) -> tuple[int, int]:

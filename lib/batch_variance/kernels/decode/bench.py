@@ -19,7 +19,7 @@ from ..timing import copies, graph_microseconds
 from .inputs import Cache, DecodeInputs
 from .launch import WARPGROUPS, DevicePlan, Tile, Workspace, launch, programs_for
 
-BATCHES = (1, 4, 16, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (1024, 8192)
 RULES = ("free-1", "free-2", "free-4", "free-8", "free-most-8", "free-most-16", "free-most-32")
 LATENT_BATCHES, LATENT_TOPK, LATENT_PAGES = (1, 8, 32, 128), 2048, 4096
