@@ -2,6 +2,7 @@
 rows taken and overwritten all at once, controls made rarely.
 """
 
+import contextlib
 import itertools
 import random
 import types
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_variance.common import BadInput
@@ -441,6 +443,206 @@ def test_a_call_that_begins_to_change_its_arguments_is_refused_and_then_followed
     new = probe.records().iloc[before:]
     assert (new.rows_checked > 0).all() and not new.rows_differ.any()
     probe.__exit__()
+
+
+# --- Controls made later ---
+
+
+def later(engine, batch_args, **options):
+    return CallSiteProbe((engine, "kernel"), batch_args, controls="later", **options)
+
+
+def test_at_the_call_nothing_is_replayed_or_read_and_few_operations_are_made(monkeypatch):
+    ran = []
+    engine = site(lambda x, lengths, weight: ran.append(len(x)) or x @ weight)
+    x, lengths, weight = torch.randn(4, 8), torch.arange(4), torch.nn.Parameter(torch.randn(8, 8))
+    with later(engine, {"x": 0, "lengths": 0}, axes=AXES) as probe:
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda t: pytest.fail("a value was read"))
+        with torch.no_grad(), Operations() as operations:
+            engine.kernel(x, lengths, weight)
+        assert ran == [4] and probe.records().empty and "1 samples wait" in probe.explain()["reason"][0]
+        # Each argument before the call and after it, and the result; the weight is not copied.
+        assert sorted(operations.found) == ["aten.clone"] * 5 + ["aten.mm"]
+        monkeypatch.undo()
+        delayed = probe.seconds
+        assert probe.run_controls() == 1 and probe.run_controls() == 0
+        assert len(ran) > 10 and probe.seconds == delayed and probe.control_seconds > 0
+    assert len(probe.records()) == len(AXES) and probe.verdict()["contents"] == "invariant"
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, kinds, args=(), kwargs=None):
+        self.found.append(str(operation.overloadpacket))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_replays_see_what_the_call_saw_though_the_engine_has_written_over_all_of_it():
+    """A cache that the engine goes on writing, arguments in one buffer, a list, a random number, a buffer of state."""
+    state = torch.zeros(4)
+
+    def kernel(q, k, cache, sizes, out):
+        state.add_(1)
+        out += q * k + cache[: len(q)] * state[0] + torch.rand(()) * sizes[-1]
+        return out[:, :4]
+
+    def load(probe_of):
+        torch.manual_seed(3)
+        engine, results = site(kernel), []
+        state.zero_()
+        qk, cache, sizes, out = torch.randn(6, 16), torch.randn(32, 8), [2.0], torch.zeros(6, 8)
+        with probe_of(engine) as probe:
+            for _ in range(6):
+                results.append(engine.kernel(qk[:, :8], qk[:, 8:], cache, sizes, out).clone())
+                qk.mul_(-1.5), cache.add_(1), sizes.append(sizes[-1] + 1)
+                cache.numpy()[3] = 7.0  # leaves no version
+        return [*results, qk, cache, torch.tensor(sizes), out, state.clone(), torch.rand(2)], probe
+
+    options = dict(axes=("rerun", "contents", "solo", "position"), whole=["cache"], state=[state], every=2)
+    rows = {"q": 0, "k": 0, "out": 0}
+    plain, _ = load(lambda engine: contextlib.nullcontext())
+    kept, probe = load(lambda engine: later(engine, rows, **options))
+    at_once, other = load(lambda engine: CallSiteProbe((engine, "kernel"), rows, **options))
+    for a, b, c in zip(plain, kept, at_once):
+        assert torch.equal(bits(a), bits(b)) and torch.equal(bits(a), bits(c))
+    assert probe.verdict()["rerun"] == "invariant" and not probe.refusals
+    pd.testing.assert_frame_equal(probe.records(), other.records())
+
+
+@pytest.mark.parametrize("kernel_of", [lambda buffer: lambda x: torch.mul(x, 2, out=buffer[: len(x)]),
+                                       lambda buffer: lambda x: (buffer.copy_(x.sum().expand(8, 8)), buffer)[1][: len(x)]])
+def test_results_in_the_kernels_own_buffer_are_as_the_engine_left_them(kernel_of):
+    """Also what a call that was not sampled has put there, beyond the rows of the one that was."""
+    buffer = torch.zeros(8, 8)
+    engine = site(kernel_of(buffer))
+    with later(engine, {"x": 0}, axes=("rerun", "solo", "composition"), every=2) as probe:
+        engine.kernel(torch.randn(4, 8))
+        x = torch.randn(8, 8)
+        result = engine.kernel(x)
+        expected = buffer.clone()
+        assert probe.run_controls() == 1
+        assert torch.equal(buffer, expected) and torch.equal(result, expected)
+    assert (probe.records()["rows_checked"] > 0).all()
+
+
+def test_ground_that_has_moved_shows_in_the_rerun_and_is_no_variance_of_another_axis():
+    """The engine loads weights anew, once through a version and once past it, between the calls and their controls."""
+    for overwrite in (lambda w: w.copy_(torch.randn(8, 8)), lambda w: w.numpy().__setitem__(0, 5.0)):
+        weight = torch.randn(8, 8)
+        engine = site(lambda x, weight: (x[:, :, None] * weight).sum(1))
+        with later(engine, {"x": 0}, axes=AXES, constant=["weight"]) as probe:
+            engine.kernel(torch.randn(4, 8), weight)
+            probe.run_controls()
+            assert set(probe.verdict().values()) == {"invariant"}
+            engine.kernel(torch.randn(4, 8), weight)
+            overwrite(weight)
+            loaded = weight.clone()
+        found = probe.verdict()
+        assert found.pop("rerun") == "variant" and set(found.values()) == {"inconclusive"}
+        assert "negative control failed" in probe.explain()["reason"].iloc[-1] and torch.equal(weight, loaded)
+
+
+def test_a_buffer_outside_the_state_moves_the_ground_and_one_inside_does_not():
+    for declared in (False, True):
+        scale = torch.ones(())
+        engine = site(lambda x: x * scale)
+        with later(engine, {"x": 0}, state=[scale] if declared else []) as probe:
+            engine.kernel(torch.randn(4, 8))
+            scale.fill_(3.0)
+        assert probe.verdict() == (
+            dict.fromkeys(("rerun", "contents", "solo", "position"), "invariant")
+            if declared
+            else {"rerun": "variant", "contents": "inconclusive", "solo": "inconclusive", "position": "inconclusive"}
+        )
+        assert scale.item() == 3.0
+
+
+def test_a_sample_that_there_is_no_room_for_is_passed_over_and_never_waited_for():
+    engine = site(lambda x: x * 2)
+    x = torch.randn(4, 64)  # 1 KiB; a sample keeps it before the call and after it, and the result
+    with later(engine, {"x": 0}, max_bytes=10 * 1024) as probe:
+        for _ in range(5):
+            assert torch.equal(engine.kernel(x), x * 2)
+        assert probe.sampled == 3 and probe.passed_over == 2 and not probe.refusals
+        reason = probe.explain()["reason"]
+        assert reason.str.contains("2 calls passed over: the copies kept").all() and reason.str.contains("3 samples wait").all()
+        probe.run_controls()
+        engine.kernel(x)
+        assert probe.sampled == 4 and probe.passed_over == 2
+    assert probe.records()["call"].unique().tolist() == [0, 1, 2, 5] and set(probe.verdict().values()) == {"invariant"}
+    with later(engine, {"x": 0}, max_bytes=1023) as probe:
+        engine.kernel(x)
+    assert probe.sampled == probe.passed_over == 0 and "argument 'x' alone spans" in " ".join(probe.refusals)
+
+
+def test_results_in_more_memory_than_may_be_kept_leave_the_controls_unmade():
+    arena = torch.zeros(4096)
+
+    def kernel(x):
+        arena[: x.numel()] = x.flatten()
+        return arena[: x.numel()].view(x.shape)
+
+    engine = site(kernel)
+    with later(engine, {"x": 0}, max_bytes=8192) as probe:
+        engine.kernel(torch.ones(4, 8))
+        arena[-1] = 5.0
+    assert "results lie in 16,384 bytes" in " ".join(probe.refusals) and arena[-1] == 5.0
+    assert set(probe.verdict().values()) == {"inconclusive"} and (probe.records()["rows_checked"] == 0).all()
+
+
+def test_controls_can_be_made_in_the_time_that_there_is():
+    engine = site(lambda x: x * 2)
+    with later(engine, {"x": 0}) as probe:
+        for _ in range(3):
+            engine.kernel(torch.randn(4, 8))
+        assert probe.run_controls(seconds=1e-9) == 0 and probe.run_controls(seconds=60) == 3
+    assert len(probe.frame()) == 12
+
+
+def test_replays_run_under_the_modes_that_the_call_ran_under():
+    engine = site(lambda x, weight: (x @ weight, torch.full((len(x),), float(torch.is_grad_enabled()))))
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with later(engine, {"x": 0}, constant=["weight"], axes=("rerun", "position")) as probe:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            result = engine.kernel(x, weight)
+        with torch.inference_mode():
+            engine.kernel(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            probe.run_controls()
+    assert result[0].dtype is torch.bfloat16 and probe.verdict()["rerun"] == "invariant" and not probe.refusals
+    assert (probe.records()["note"] == "").all()
+
+
+def test_a_sample_that_waits_holds_none_of_the_engines_tensors():
+    engine = site(lambda x: x * 2)
+    with later(engine, {"x": 0}) as probe:
+        x = torch.randn(4, 8)
+        result = engine.kernel(x)
+        gone = [weakref.ref(t) for t in (x, result)]
+        memories = [StorageWeakRef(t.untyped_storage()) for t in (x, result)]
+        del x, result
+        assert all(ref() is None for ref in gone) and all(ref.expired() for ref in memories)
+    assert set(probe.verdict().values()) == {"invariant"}
+
+
+@pytest.mark.parametrize("skip", [0, 1, 16])
+def test_replays_made_later_find_arguments_at_the_same_place_in_a_line_of_memory(skip):
+    places = []
+    engine = site(lambda x: places.append(x.data_ptr() % ALIGNMENT) or x * 2)
+    x = strided((4 * 8 + skip,), (1,), torch.float32, torch.device("cpu")).normal_()[skip:].view(4, 8)
+    with later(engine, {"x": 0}, axes=("rerun",)) as probe:
+        engine.kernel(x)
+    assert places[0] == places[-1] == 4 * skip and probe.verdict() == {"rerun": "invariant"}
+
+
+def test_controls_are_now_or_later():
+    with pytest.raises(BadInput, match="controls = 'never': give 'now' or 'later'"):
+        CallSiteProbe((site(lambda x: x), "kernel"), {"x": 0}, controls="never")
 
 
 # --- A share of the time ---

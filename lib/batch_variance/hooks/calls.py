@@ -14,6 +14,8 @@ import torch
 
 from ..common import BadInput
 
+_PLAIN = {int, float, bool, str, type(None)}  # what is seen at once to be no container
+
 
 def signature_of(function: Callable) -> inspect.Signature | None:
     """The function's signature, or None for builtins that have none (many torch operations)."""
@@ -162,7 +164,10 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield path, tree
         return
     for part, inner in _children(tree):
-        yield from tensors(inner, f"{path}.{part}" if path else part)
+        if isinstance(inner, torch.Tensor):
+            yield f"{path}.{part}" if path else part, inner
+        elif type(inner) not in _PLAIN:
+            yield from tensors(inner, f"{path}.{part}" if path else part)
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -171,6 +176,8 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)
+    if type(tree) in _PLAIN:
+        return tree
     if isinstance(tree, (tuple, list)):
         return _like(tree, [map_tensors(inner, change) for inner in tree])
     if isinstance(tree, Mapping):

@@ -6,6 +6,7 @@ original, so that a kernel that looks at them sees in a replay what it saw in th
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Iterable, Protocol, Sequence
 
 import torch
@@ -160,7 +161,12 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension
     scale.
     """
-    shape, strides = list(value.shape), list(value.stride())
+    return strided(*_resized(value.shape, value.stride(), dim, size), value.dtype, value.device)
+
+
+@lru_cache(1024)
+def _resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[tuple, tuple]:
+    shape, strides = list(shape), list(strides)
     old, step = shape[dim], strides[dim]
     shape[dim] = size
     for d in range(len(shape)):
@@ -171,15 +177,20 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
                 if strides[d] % (step * old or 1)
                 else strides[d] // (old or 1) * size
             )
-    return strided(shape, strides, value.dtype, value.device)
+    return tuple(shape), tuple(strides)
 
 
-def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised tensor of these strides at an address that is a multiple of ``ALIGNMENT`` bytes."""
-    if device.type == "cuda":  # where any address is
+def strided(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, place: int = 0
+) -> torch.Tensor:
+    """Uninitialised tensor of these strides whose address is ``place`` bytes beyond a multiple of ``ALIGNMENT``."""
+    if not place and device.type == "cuda":  # where any address is such a multiple
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
-    spare = ALIGNMENT // dtype.itemsize
-    flat = torch.empty(span + spare, dtype=dtype, device=device)
-    skip = (-flat.data_ptr() % ALIGNMENT) // dtype.itemsize
-    return flat.as_strided(shape, strides, skip)
+    flat = torch.empty(extent(tuple(shape), tuple(strides)) + ALIGNMENT // dtype.itemsize, dtype=dtype, device=device)
+    return flat.as_strided(shape, strides, (place - flat.data_ptr()) % ALIGNMENT // dtype.itemsize)
+
+
+@lru_cache(1024)
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0

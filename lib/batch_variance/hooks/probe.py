@@ -12,6 +12,7 @@ import itertools
 import random
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
@@ -22,11 +23,13 @@ from ..common import BadInput
 from .axes import AXES, Planner, Replay, other_values
 from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
+from .keeping import Memories, Surroundings, Taken, Waiting, settle
 from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs, values_of
+from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, differs, in_plain_memory, values_of
 from .verdicts import verdicts
 
+_FULL = "the copies kept until controls are made take no more than {:,} bytes (max_bytes): call run_controls() more often"
 ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
@@ -104,7 +107,9 @@ class CallSiteProbe:
         values: integer arguments in ``batch_args`` that are contents (token ids) and not structure (lengths, indices).
         lengths: path of the argument in ``batch_args`` that gives each row's size, for the composition axis.
         pad: argument path -> dimension to widen with zeros on the padding axis, instead of adding rows.
-        whole: arguments that replays are given as they are, uncopied: large, and only read.
+        whole: arguments that the call only reads, and that are large: replays are given them as they are, uncopied.
+            Controls made later are given copies, since the engine may write them between calls, as it does a cache.
+        constant: arguments that are only ever read, by the call and by everyone else (weights): never copied.
         state: what else the call may change, to be put back: tensors, torch modules (their buffers), containers of
             tensors.
         witness: function of the call's arguments, after the call, to a plain value that says which path was taken (a
@@ -114,12 +119,16 @@ class CallSiteProbe:
         spread: make one of ``axes`` (and the re-run) a sampled call, in turn, instead of all: a cheaper sample.
         controls_every: make the positive controls on the first of so many sampled calls. Until they have succeeded once
             they are also made on the 2nd, the 4th, the 8th, ...
-        max_bytes: refuse a sample whose arguments would need more copied.
+        max_bytes: refuse a sample whose arguments would need more copied; and, with controls made later, pass a call
+            over while the copies kept would take more in all.
+        controls: "now" to make replays, controls and checks before the sampled call returns; "later" to copy what they
+            need, and to make them when ``run_controls`` is called or the probe is taken away; see there.
         seed: for sampling by probability, the rows drawn and the orders shuffled.
 
     Raises BadInput for a target or argument that does not exist, an unknown axis, or a limit that is not positive.
     Copies of arguments do not require gradients. Inside a CUDA graph's capture or a compiled region no call is sampled;
-    ``refusals`` counts why. The wrapped call's own exceptions pass unchanged.
+    ``refusals`` counts why. The wrapped call's own exceptions pass unchanged. ``seconds`` is what the sampled calls
+    were delayed by, ``control_seconds`` what controls made later took.
     """
 
     def __init__(
@@ -139,6 +148,7 @@ class CallSiteProbe:
         lengths: str | None = None,
         pad: Mapping[str, int] | None = None,
         whole: Iterable[str] = (),
+        constant: Iterable[str] = (),
         state: Iterable[Any] = (),
         witness: Callable[[dict], Any] | None = None,
         checks: Iterable[Any] = (),
@@ -146,6 +156,7 @@ class CallSiteProbe:
         spread: bool = False,
         controls_every: int = 64,
         max_bytes: int = 2**32,
+        controls: str = "now",
         seed: int = 0,
     ):
         self.target = Target(target)
@@ -155,7 +166,8 @@ class CallSiteProbe:
         self.axes, self.every, self.rows, self.probability = tuple(axes), every, rows, probability
         self.max_calls, self.max_seconds, self.max_bytes = max_calls, max_seconds, max_bytes
         self.max_share = max_share
-        self.values, self.whole, self.lengths, self.witness = set(values), tuple(whole), lengths, witness
+        self.values, self.lengths, self.witness = set(values), lengths, witness
+        self.whole, self.constant, self.controls = tuple(whole), tuple(constant), controls
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
         self._signature = signature_of(self.target.function)
@@ -171,8 +183,12 @@ class CallSiteProbe:
         self._records: list[dict] = []
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
-        self.calls = self.sampled = self.passed_over = 0
-        self.seconds = self._begun = self._spent = self._last = 0.0
+        self.passes: dict[str, int] = {}  # why calls that were to be sampled were not
+        self.calls = self.sampled = 0
+        self.seconds = self.control_seconds = self._begun = self._spent = self._last = 0.0
+        self._waiting: deque[Waiting] = deque()
+        self._held = 0  # bytes that the copies of those take
+        self._memories = Memories()
         self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
         self._unchanged = 0  # samples in a row whose call changed no argument
         self._controlled = False  # whether the positive controls have ever succeeded
@@ -190,6 +206,7 @@ class CallSiteProbe:
             ("fresh", self.fresh),
             ("pad", self.pad),
             ("whole", dict.fromkeys(self.whole)),
+            ("constant", dict.fromkeys(self.constant)),
         ):
             check_names(what, paths, self._signature, self.site)
         for name, value in (
@@ -200,6 +217,8 @@ class CallSiteProbe:
         ):
             if value is not None and value <= 0:
                 raise BadInput(f"{name} = {value}: give a positive number.")
+        if self.controls not in ("now", "later"):
+            raise BadInput(f"controls = {self.controls!r}: give 'now' or 'later'.")
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise BadInput(f"max_share = {self.max_share}: give a share above 0 and up to 1, such as 0.02.")
         if not 0 <= self.probability <= 1:
@@ -234,6 +253,7 @@ class CallSiteProbe:
         self.target.remove()
         self._installed = False
         self._settle()
+        self.run_controls()
         if self._log is not None:
             self._log.flush()
 
@@ -265,8 +285,17 @@ class CallSiteProbe:
         spent = self.seconds - self._spent
         # A sample is taken to cost what the last one without controls did.
         within = not self.sampled or spent + self._last <= self.max_share * (time.perf_counter() - self._begun - spent)
-        self.passed_over += not within
+        if not within:
+            self._pass_over(f"the probe takes no more than {self.max_share:.1%} of the time")
         return within
+
+    def _pass_over(self, reason: str) -> None:
+        self.passes[reason] = self.passes.get(reason, 0) + 1
+
+    @property
+    def passed_over(self) -> int:
+        """Calls that were to be sampled and were not, to keep to a limit; ``passes`` has them by reason."""
+        return sum(self.passes.values())
 
     # -- one sampled call ----------------------------------------------------------------------------------------------
 
@@ -279,11 +308,11 @@ class CallSiteProbe:
         self._settle()
         try:
             call = self._binder.bind(args, kwargs)
-            snapshot = Snapshot(call, self.whole, self.max_bytes)
         except TypeError:  # wrong arguments: the function says so itself, in its own words
             return function(*args, **kwargs)
-        except CannotCopy as error:
-            self._refuse(str(error))
+        snapshot = self._copied(call)
+        if snapshot is None:
+            self.seconds += time.perf_counter() - started
             return function(*args, **kwargs)
         random_state, kept = RandomState(), KeptState(self.state)
         self.seconds += time.perf_counter() - started
@@ -291,42 +320,145 @@ class CallSiteProbe:
         result = function(*args, **kwargs)
 
         started = time.perf_counter()
-        after, after_random = KeptState([*self.state, result]), RandomState()
 
         def again(call: Call) -> Any:
             kept.restore()
             random_state.restore()
             return call.run(function)
 
-        self._thread.busy = True
+        taken = Taken(number, self.sampled, again, snapshot, {})
+        controlled = self.controls == "now" and self._wants_controls(taken.turn)
         self.sampled += 1
-        controlled = self._wants_controls()
         try:
-            self._study(again, number, snapshot, result, after, controlled)
+            if self.controls == "later":
+                self._keep_for_later(taken, kept, result)
+            else:
+                self._control_now(taken, result)
         except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
             self._failed(number, error)
+        self.seconds += time.perf_counter() - started
+        if not controlled:
+            self._last = self.seconds - spent
+        return result
+
+    def _copied(self, call: Call) -> Snapshot | None:
+        """The call's arguments as they are before it runs, or None where it is not to be sampled, for a reason kept."""
+        try:
+            if self.controls == "now":
+                return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
+            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._held, later=True)
+        except NoRoom:
+            self._pass_over(_FULL.format(self.max_bytes))
+        except CannotCopy as error:
+            self._refuse(str(error))
+        except Exception as error:  # no memory left, for one
+            self._refuse(f"the arguments could not be copied: {type(error).__name__}: {error}")
+        return None
+
+    def _control_now(self, taken: Taken, result: Any) -> None:
+        after, after_random = KeptState([*self.state, result]), RandomState()
+        taken.results = {path: after.copy_of(t) for path, t in tensors(result)}
+        self._thread.busy = True
+        try:
+            self._study(taken, after)
         finally:
             # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
             after.restore(unasked=bool(self._unread))
             after_random.restore()
             self._thread.busy = False
-            self.seconds += time.perf_counter() - started
-            if not controlled:
-                self._last = self.seconds - spent
-        return result
 
-    def _study(
-        self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
-    ) -> None:
+    # -- controls made later -------------------------------------------------------------------------------------------
+
+    def _keep_for_later(self, taken: Taken, kept: KeptState, result: Any) -> None:
+        snapshot = taken.snapshot
+        snapshot.keep_after(self.whole)
+        for path, t in tensors(result):
+            taken.results[path] = values_of(t).clone()
+            if in_plain_memory(t):
+                self._memories.add(t)
+        nbytes = snapshot.nbytes + kept.nbytes + sum(t.nbytes for t in taken.results.values())
+        if self._held + nbytes > self.max_bytes:
+            self.sampled -= 1
+            self._pass_over(_FULL.format(self.max_bytes))
+            return
+        self._held += nbytes
+        self._waiting.append(Waiting(taken, kept, Surroundings(), nbytes))
+
+    def run_controls(self, seconds: float | None = None) -> int:
+        """Make the replays, controls and checks of the samples that wait for them, the oldest first; how many were made.
+
+        To be called where the engine makes no calls: between requests, or when it idles. Waits for the device. After
+        ``seconds`` the rest is left waiting. Afterwards the engine's random state, ``state`` and what is left of its
+        results are as they were before.
+
+        The replays have copies of the arguments as they were, but what the call read beside its arguments, or named
+        ``constant``, may have changed since: weights loaded anew, a buffer that is not in ``state``. Nothing shows
+        that by itself (kernels write without leaving a version). The identical re-run does: it then gives other bits
+        than the call gave, `rerun` is said to be variant and every other axis inconclusive, since what differs there
+        may be the ground and not the batch.
+        """
+        if not self._waiting or _unsafe():
+            return 0
+        started, done = time.perf_counter(), 0
+        devices = {waiting.surroundings.device for waiting in self._waiting}
+        settle(devices)
         try:
-            sample = self._sample(again, snapshot, result, after, controlled)
+            engine, random_state = KeptState([*self.state, *(w.state.tensors for w in self._waiting), *self._results_alive()]), RandomState()
+        except Exception as error:
+            self._give_up(error)
+            return 0
+        settle(devices)
+        self._thread.busy = True
+        try:
+            while self._waiting and (seconds is None or time.perf_counter() - started < seconds):
+                waiting = self._waiting.popleft()
+                self._held -= waiting.nbytes
+                done += 1
+                try:
+                    with waiting.surroundings.entered():
+                        self._study(waiting.taken, None)
+                        self._settle()
+                except Exception as error:
+                    self._failed(waiting.taken.number, error)
+        finally:
+            settle(devices)
+            engine.restore()
+            random_state.restore()
+            settle(devices)
+            self._thread.busy = False
+            self.control_seconds += time.perf_counter() - started
+        return done
+
+    def _results_alive(self) -> list[torch.Tensor]:
+        alive = self._memories.alive()
+        size = sum(t.nbytes for t in alive)
+        if size > self.max_bytes:
+            raise CannotCopy(f"the engine's results lie in {size:,} bytes of memory and max_bytes is {self.max_bytes:,}")
+        return alive
+
+    def _give_up(self, error: Exception) -> None:
+        """Where the engine's own cannot be kept safe, no waiting sample is replayed."""
+        reason = f"no controls were made: {error if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'}"
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            self._held -= waiting.nbytes
+            self._refuse(reason)
+            self._record_refused(waiting.taken.number, reason)
+
+    # -- one sample's replays ------------------------------------------------------------------------------------------
+
+    def _study(self, taken: Taken, after: KeptState | None) -> None:
+        """Make a sample's replays and controls. after: what they may write over, to be put back after them."""
+        number, controlled = taken.number, self._wants_controls(taken.turn)
+        try:
+            sample = self._sample(taken, controlled)
         except CannotSlice as error:
             self._refuse(str(error))
             self._record_refused(number, str(error))
             return
         axes = [axis for axis in self.axes if axis != "rerun"]
         if self.spread and axes:
-            axes = [axes[(self.sampled - 1) % len(axes)]]
+            axes = [axes[taken.turn % len(axes)]]
         sizes = self._row_sizes(sample) if {"composition", "padding"} & set(axes) else None
         planner = Planner(sample.count, sample.watched, sizes, bool(self.pad), self._draw)
         flips = _flips(sample) if controlled else []
@@ -340,10 +472,12 @@ class CallSiteProbe:
             self._unread.append(lambda: self._finish(asked, number, replayed, sensitive, flips, controlled))
             return
         # All replays are done: with their answers comes whether they have written over the engine's own tensors.
-        after.ask(sample.questions)
+        if after is not None:
+            after.ask(sample.questions)
         records = self._finish(sample, number, replayed, sensitive, flips, controlled)
         for check in self.checks:
-            after.forget()
+            if after is not None:
+                after.forget()
             self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
 
     def _finish(
@@ -387,15 +521,12 @@ class CallSiteProbe:
         self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
         self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
 
-    def _wants_controls(self) -> bool:
-        n = self.sampled - 1
-        return n % self.controls_every == 0 or not self._controlled and self.sampled & n == 0
+    def _wants_controls(self, turn: int) -> bool:
+        return turn % self.controls_every == 0 or not self._controlled and (turn + 1) & turn == 0
 
-    def _sample(
-        self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
-    ) -> _Sample:
-        questions, unchanging, changed = Questions(), [], []
-        if self._unchanged >= ONLY_READ and not self.state and not controlled:
+    def _sample(self, taken: Taken, controlled: bool) -> _Sample:
+        snapshot, questions, unchanging, changed = taken.snapshot, Questions(), [], []
+        if self.controls == "now" and self._unchanged >= ONLY_READ and not self.state and not controlled:
             unchanging = snapshot.ask_changes(questions)
         else:
             changed = snapshot.note_changes()
@@ -428,12 +559,11 @@ class CallSiteProbe:
         if count == 0:
             raise CannotSlice("the batch is empty")
         watched = self._watched(count)
-        results = self._results(result, snapshot.real, changed)
+        results = self._results(taken.results, snapshot.real, changed)
         result_layouts = self._result_layouts(results, snapshot.real, layouts, offsets, count)
-        kept = {label: after.copy_of(t) for label, t in results.items()}
-        kept = {label: values_of(results[label]).clone() if t is None else t for label, t in kept.items()}
+        kept = {k: values_of(t).clone() if k.startswith("argument.") else t for k, t in results.items()}
         return _Sample(
-            again,
+            taken.again,
             questions,
             snapshot,
             call,
@@ -696,6 +826,11 @@ class CallSiteProbe:
         if self.refusals:
             reasons = "; ".join(f"{reason} ({n} calls)" for reason, n in self.refusals.items())
             found.loc[found["calls"] == 0, "reason"] = reasons
+        told = [f"{n} calls passed over: {reason}" for reason, n in self.passes.items()]
+        if self._waiting:
+            told.append(f"{len(self._waiting)} samples wait for run_controls()")
+        if told:
+            found["reason"] += f" ({'; '.join(told)})"
         return found
 
     def verdict(self) -> dict[str, str]:
