@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batch_variance.common import BadInput
 from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
 from batch_variance.hooks.axes import Replay, other_values
+from batch_variance.hooks.batches import overwritten
 from batch_variance.hooks.calls import Binder, signature_of
 from batch_variance.hooks.checks import Finding
 from batch_variance.hooks.layouts import ALIGNMENT, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
-from batch_variance.hooks.probe import _overwritten
 from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, Snapshot, bits
 
 
@@ -172,7 +172,7 @@ def test_controls_are_made_again_until_they_succeed_once_and_then_rarely():
 def test_overwriting_gives_each_row_what_it_gets_alone_and_spares_the_others(dtype, dim):
     old = (torch.randn(4, 4, 6) * 8).to(dtype)
     new = old.clone()
-    flag = _overwritten(new, Rows(dim), Replay((0, 1, 2, 3), (2,), overwritten=(0, 1, 3)), {})
+    flag = overwritten(new, Rows(dim), Replay((0, 1, 2, 3), (2,), overwritten=(0, 1, 3)), {})
     rows, before = new.movedim(dim, 0), old.movedim(dim, 0)
     assert bool(flag) and torch.equal(bits(rows[2]), bits(before[2]))
     for r in (0, 1, 3):
@@ -185,10 +185,10 @@ def test_overwriting_gives_each_row_what_it_gets_alone_and_spares_the_others(dty
 
 def test_overwriting_nothing_that_could_change_is_no_change():
     same = torch.full((3, 2), 5, dtype=torch.int64)
-    assert not bool(_overwritten(same, Rows(0), Replay((0, 1, 2), (0,), overwritten=(1, 2)), {}))
+    assert not bool(overwritten(same, Rows(0), Replay((0, 1, 2), (0,), overwritten=(1, 2)), {}))
     offsets = {"cu": [0, 2, 2, 5]}
     flat = torch.arange(5.0).view(5, 1) + 1
-    flag = _overwritten(flat, Flat("cu"), Replay((0, 1, 2), (0,), overwritten=(2,)), offsets)
+    flag = overwritten(flat, Flat("cu"), Replay((0, 1, 2), (0,), overwritten=(2,)), offsets)
     assert bool(flag) and flat.flatten().tolist() == [1, 2, 12, 20, 16]  # 3 4 5 -> reversed, turned by one, times 4
 
 

@@ -87,10 +87,14 @@ class Call:
 
     def has(self, path: str) -> bool:
         """Whether the path leads to a value other than None in this call."""
+        return self.find(path) is not None
+
+    def find(self, path: str) -> Any:
+        """The value at a path, or None when there is none."""
         try:
-            return self.get(path) is not None
+            return self.get(path)
         except KeyError:
-            return False
+            return None
 
     def get(self, path: str) -> Any:
         """The value at a path; raises KeyError when there is none."""

@@ -7,7 +7,6 @@ with fresh metadata) is that of FlashMLA issue 212, extended to all axes and giv
 """
 
 import functools
-import inspect
 import itertools
 import random
 import threading
@@ -20,13 +19,14 @@ import pandas as pd
 import torch
 
 from ..common import BadInput
-from .axes import AXES, Planner, Replay, other_values
+from .axes import AXES, Planner, Replay
+from .batches import Batch, Builder, Built
 from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
 from .keeping import Memories, Surroundings, Taken, Waiting, settle
-from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
+from .layouts import CannotSlice, Layout, as_layout
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, differs, in_plain_memory, values_of
+from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, in_plain_memory, values_of
 from .verdicts import verdicts
 
 _FULL = "the copies kept until controls are made take no more than {:,} bytes (max_bytes): call run_controls() more often"
@@ -57,9 +57,7 @@ class _Sample:
     questions: Questions
 
     snapshot: Snapshot
-    before: Call
-    layouts: dict[str, Layout]
-    offsets: dict[str, list[int]]
+    batch: Batch
     count: int
     changed: list[str]
     results: dict[str, torch.Tensor]
@@ -69,7 +67,7 @@ class _Sample:
 
     def without_tensors(self) -> "_Sample":
         """What its records need once the replays are done."""
-        return replace(self, again=None, snapshot=None, before=None, results={})
+        return replace(self, again=None, snapshot=None, batch=None, results={})
 
 
 @dataclass
@@ -176,7 +174,7 @@ class CallSiteProbe:
         owner = self.target.owner
         if isinstance(owner, torch.nn.Module):
             self.state.append(owner)
-        self._makers = {path: (maker, signature_of(maker)) for path, maker in self.fresh.items()}
+        self._builder = Builder(self.fresh, self.values, self.pad)
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
         self._thread = threading.local()
@@ -459,7 +457,7 @@ class CallSiteProbe:
         axes = [axis for axis in self.axes if axis != "rerun"]
         if self.spread and axes:
             axes = [axes[taken.turn % len(axes)]]
-        sizes = self._row_sizes(sample) if {"composition", "padding"} & set(axes) else None
+        sizes = sample.batch.sizes(self.lengths) if {"composition", "padding"} & set(axes) else None
         planner = Planner(sample.count, sample.watched, sizes, bool(self.pad), self._draw)
         flips = _flips(sample) if controlled else []
         sensitive = self._everything_overwritten(sample, planner) if controlled else None
@@ -531,51 +529,14 @@ class CallSiteProbe:
         else:
             changed = snapshot.note_changes()
             self._unchanged = 0 if changed else self._unchanged + 1
-        call = snapshot.fresh_call()  # as it was before it ran: the real call may have moved its lengths on
-        layouts = {path: layout for path, layout in self.batch_args.items() if call.has(path)}
-        if not layouts:
-            raise CannotSlice(f"none of batch_args ({', '.join(self.batch_args)}) was given in this call")
-        offsets = {
-            path: call.get(path).tolist()
-            for path, layout in layouts.items()
-            if isinstance(layout, Prefix) and isinstance(call.get(path), torch.Tensor)
-        }
-        counts = {}
-        for path, layout in layouts.items():
-            try:
-                rows = layout.count(call.get(path), offsets)
-            except CannotSlice as error:
-                raise CannotSlice(f"argument {path!r} {error}") from None
-            if rows is not None:
-                counts[path] = rows
-        layouts = {path: layouts[path] for path in counts}
-        if not counts:
-            raise CannotSlice("every argument named in batch_args is shared by all rows")
-        count = next(iter(counts.values()))
-        for path, rows in counts.items():
-            if rows != count:
-                first = next(iter(counts))
-                raise CannotSlice(f"argument {path!r} has {rows} rows where {first!r} has {count}")
-        if count == 0:
-            raise CannotSlice("the batch is empty")
-        watched = self._watched(count)
+        # As the call was before it ran, which may have moved its lengths on.
+        batch = Batch.of(snapshot.fresh_call(), self.batch_args)
+        watched = self._watched(batch.count)
         results = self._results(taken.results, snapshot.real, changed)
-        result_layouts = self._result_layouts(results, snapshot.real, layouts, offsets, count)
-        kept = {k: values_of(t).clone() if k.startswith("argument.") else t for k, t in results.items()}
-        return _Sample(
-            taken.again,
-            questions,
-            snapshot,
-            call,
-            layouts,
-            offsets,
-            count,
-            changed,
-            kept,
-            result_layouts,
-            watched,
-            unchanging,
-        )
+        layouts = batch.result_layouts(results, snapshot.real, self.outputs)
+        for path in changed:
+            results[f"argument.{path}"] = values_of(results[f"argument.{path}"]).clone()
+        return _Sample(taken.again, questions, snapshot, batch, batch.count, changed, results, layouts, watched, unchanging)
 
     def _watched(self, count: int) -> list[int]:
         if self.rows == "all":
@@ -594,53 +555,6 @@ class CallSiteProbe:
             by_path = dict(tensors(call.flat()))
             found.update({f"argument.{path}": by_path[path] for path in changed})
         return found
-
-    def _result_layouts(
-        self,
-        results: Mapping[str, torch.Tensor],
-        call: Call,
-        layouts: Mapping[str, Layout],
-        offsets: Mapping,
-        count: int,
-    ) -> dict[str, Layout | None]:
-        found = {}
-        for label, t in results.items():
-            kind, _, path = label.partition(".")
-            if kind == "argument":
-                # A cache written in place belongs to no row in particular: only an identical re-run compares it.
-                found[label] = next((layout for name, layout in layouts.items() if call.get(name) is t), None)
-            elif path in self.outputs:
-                found[label] = as_layout(self.outputs[path]) if self.outputs[path] is not None else None
-            else:
-                found[label] = self._guess(path, t, layouts, offsets, count)
-        if not any(layout is not None for layout in found.values()):
-            raise CannotSlice("the call neither returned nor changed a tensor that carries the batch")
-        return found
-
-    def _guess(self, path: str, t: torch.Tensor, layouts: Mapping[str, Layout], offsets: Mapping, count: int) -> Layout:
-        for layout in layouts.values():
-            if isinstance(layout, Flat) and t.dim() and t.shape[0] == offsets[layout.by][-1]:
-                return Flat(layout.by, 0)
-        if t.dim() and t.shape[0] == count:
-            return Rows(0)
-        fitting = [d for d in range(t.dim()) if t.shape[d] == count]
-        if len(fitting) == 1:
-            return Rows(fitting[0])
-        where = f"output {path!r}" if path else "the output"
-        raise CannotSlice(
-            f"{where} of shape {tuple(t.shape)} has {'several dimensions' if fitting else 'no dimension'} of {count} rows: say in `outputs` which it is, or None to leave it out"
-        )
-
-    def _row_sizes(self, sample: _Sample) -> list[int] | None:
-        if self.lengths is not None and self.lengths in sample.layouts:
-            value = sample.before.get(self.lengths)
-            if isinstance(sample.layouts[self.lengths], Prefix):
-                ends = sample.offsets[self.lengths]
-                return [b - a for a, b in zip(ends, ends[1:])]
-            return [int(x) for x in (value.flatten().tolist() if isinstance(value, torch.Tensor) else value)]
-        for ends in sample.offsets.values():
-            return [b - a for a, b in zip(ends, ends[1:])]
-        return None
 
     # -- replays -------------------------------------------------------------------------------------------------------
 
@@ -688,9 +602,12 @@ class CallSiteProbe:
         }
 
     def _replay(self, sample: _Sample, replay: Replay, axis: str) -> _Replayed:
-        call, offsets, really, written = self._build(sample, replay, axis)
-        result = sample.again(call)
-        results = self._results(result, call, sample.changed)
+        call = sample.snapshot.fresh_call()
+        if axis == "rerun":
+            built = Built(call, sample.batch.offsets, True, [])
+        else:
+            built = self._builder.build(sample.batch, call, replay, sample.questions)
+        results = self._results(sample.again(built.call), built.call, sample.changed)
         before, after = [], []
         for label, t in sample.results.items():
             layout = sample.result_layouts[label]
@@ -701,56 +618,15 @@ class CallSiteProbe:
                 continue
             if label not in results:
                 raise ShapeChanged(f"the replay gave no {label}")
-            before.append(layout.parts(t, replay.rows, sample.offsets))
-            after.append(
-                [
-                    _cropped(new, old) if replay.widened else new
-                    for old, new in zip(before[-1], layout.parts(results[label], replay.watched, offsets))
-                ]
-            )
+            before.append(layout.parts(t, replay.rows, sample.batch.offsets))
+            after.append(layout.parts(results[label], replay.watched, built.offsets))
+            if replay.widened:
+                after[-1] = [_cropped(new, old) for old, new in zip(before[-1], after[-1])]
         witness = None
         if self.witness is not None:
-            witness = self.witness(call.flat()) != self.witness(sample.snapshot.real.flat())
-        return _Replayed(Comparison(before, after, replay.moved, sample.questions), really, written, witness)
-
-    def _build(self, sample: _Sample, replay: Replay, axis: str) -> tuple[Call, dict, bool, list[int]]:
-        """The replay's arguments, its prefix sums, whether its batch is another than the call's, and the questions
-        whether values written over change bits.
-        """
-        call = sample.snapshot.fresh_call()
-        if axis == "rerun":
-            return call, sample.offsets, True, []
-        offsets = {path: taken_offsets(ends, replay.index) for path, ends in sample.offsets.items()}
-        taken: dict[int, Any] = {}
-        changes: dict[str, Any] = {}
-        really, written = replay.index != tuple(range(sample.count)), []
-        for path, layout in sample.layouts.items():
-            value = call.get(path)
-            # The same tensor given twice (out= that is an input) stays one tensor.
-            if id(value) not in taken:
-                new = layout.take(value, replay.index, sample.offsets)
-                if self._holds_contents(path, layout, new):
-                    if replay.overwritten:
-                        written.append(sample.questions.ask(_overwritten(new, layout, replay, offsets)))
-                    if replay.padded:
-                        _blank(new, layout, replay.padded, offsets)
-                taken[id(value)] = new
-            changes[path] = taken[id(value)]
-        if replay.widened:
-            for path, dim in self.pad.items():
-                changes[path] = _widened(changes.get(path, call.get(path)), dim)
-                really = True
-        call = call.replace(changes)
-        fresh = {path: _make(*maker, call.flat()) for path, maker in self._makers.items() if call.has(path)}
-        return call.replace(fresh) if fresh else call, offsets, really, written
-
-    def _holds_contents(self, path: str, layout: Layout, value: Any) -> bool:
-        """Whether the argument has values of each row's own that may be others."""
-        if not isinstance(value, torch.Tensor) or isinstance(layout, Prefix) or not value.numel():
-            return False
-        if isinstance(layout, Rows) and value.stride(layout.dim) == 0 and value.shape[layout.dim] > 1:
-            return False  # one memory for all rows
-        return value.dtype.is_floating_point or path in self.values
+            witness = self.witness(built.call.flat()) != self.witness(sample.snapshot.real.flat())
+        comparison = Comparison(before, after, replay.moved, sample.questions)
+        return _Replayed(comparison, built.really, built.written, witness)
 
     def _everything_overwritten(self, sample: _Sample, planner: Planner) -> _Replayed | None:
         """The positive control: watched rows must change when their own values do."""
@@ -769,12 +645,12 @@ class CallSiteProbe:
             results = self._results(sample.again(call), call, sample.changed)
             labels = [label for label, layout in sample.result_layouts.items() if layout is not None]
             parts = [
-                [sample.result_layouts[k].parts(r[k], range(sample.count), sample.offsets) for k in labels]
+                [sample.result_layouts[k].parts(r[k], range(sample.count), sample.batch.offsets) for k in labels]
                 for r in (sample.results, results)
             ]
             return compare_rows(*parts, [False] * sample.count)
 
-        record = run_check(check, CheckContext(sample.before, number, sample.count, repeatable, replay))
+        record = run_check(check, CheckContext(sample.batch.call, number, sample.count, repeatable, replay))
         self._check_records.append({**record, "site": self.site})
         if self._log is not None:
             self._log.append([{"kind": "check", **record, "site": self.site}])
@@ -854,23 +730,6 @@ def _unsafe() -> str | None:
     return None
 
 
-def _make(maker: Callable, signature: inspect.Signature | None, arguments: Mapping[str, Any]) -> Any:
-    """Call a metadata maker with the arguments that it names."""
-    needed = list(signature.parameters.values()) if signature is not None else []
-    if any(p.kind is p.VAR_KEYWORD for p in needed):
-        return maker(**arguments)
-    if (
-        len(needed) == 1
-        and needed[0].name not in arguments
-        and needed[0].default is needed[0].empty
-        and needed[0].kind is not needed[0].VAR_POSITIONAL
-    ):
-        return maker(dict(arguments))
-    return maker(
-        **{p.name: arguments[p.name] for p in needed if p.name in arguments and p.kind is not p.VAR_POSITIONAL}
-    )
-
-
 def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
     """Comparisons of each result with itself and with one bit flipped in one row, with the number of rows that must
     differ: a comparison that sees it could not then miss a difference.
@@ -880,7 +739,7 @@ def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
         layout = sample.result_layouts[label]
         if layout is None:
             continue
-        rows = layout.parts(t, sample.watched, sample.offsets)
+        rows = layout.parts(t, sample.watched, sample.batch.offsets)
         filled = [i for i, part in enumerate(rows) if part.numel()]
         if not filled:
             continue
@@ -892,51 +751,9 @@ def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
     return found
 
 
-def _overwritten(new: torch.Tensor, layout: Layout, replay: Replay, offsets: Mapping) -> torch.Tensor:
-    """Write other values over the rows whose contents are to change; whether any bit changed, bool [] on the device.
-
-    Integers cannot be rescaled: a row gets its neighbour's, where the shapes allow.
-    """
-    old = new.clone()
-    floating = new.dtype.is_floating_point
-    if isinstance(layout, Rows):
-        rows = old.movedim(layout.dim, 0)
-        new.movedim(layout.dim, 0).copy_(other_values(rows) if floating else rows.roll(-1, 0))
-        kept = [p for p in range(len(rows)) if p not in replay.overwritten]
-        for part, values in zip(layout.parts(new, kept, offsets), layout.parts(old, kept, offsets)):
-            part.copy_(values)
-    else:
-        olds = layout.parts(old, range(len(replay.index)), offsets)
-        for p, part in zip(replay.overwritten, layout.parts(new, replay.overwritten, offsets)):
-            other = olds[(p + 1) % len(olds)]
-            part.copy_(other if not floating and other.shape == part.shape else other_values(olds[p][None])[0])
-    return differs(new, old)
-
-
-def _blank(new: torch.Tensor, layout: Layout, padded: Sequence[int], offsets: Mapping) -> None:
-    """Zeros over rows that are padding, which are the last ones."""
-    if isinstance(layout, Rows):
-        new.narrow(layout.dim, padded[0], len(padded)).zero_()
-    else:
-        for part in layout.parts(new, padded, offsets):
-            part.zero_()
-
-
 def _cropped(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The leading part of ``new`` that has the shape of ``old``: widened arguments may widen the result."""
     for dim in range(min(new.dim(), old.dim())):
         if new.shape[dim] > old.shape[dim]:
             new = new.narrow(dim, 0, old.shape[dim])
-    return new
-
-
-def _widened(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor with zeros appended along ``dim``, to the next power of two beyond its size."""
-    shape = list(value.shape)
-    shape[dim] = 1 << value.shape[dim].bit_length()
-    steps, step = [0] * len(shape), 1
-    for d in reversed(range(len(shape))):
-        steps[d], step = step, step * max(shape[d], 1)
-    new = strided(shape, steps, value.dtype, value.device).zero_()
-    new.narrow(dim, 0, value.shape[dim]).copy_(value)
     return new
