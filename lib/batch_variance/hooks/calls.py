@@ -198,7 +198,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _children(tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
+    if isinstance(tree, (dict, Mapping)):
         yield from ((str(key), inner) for key, inner in tree.items())
     elif isinstance(tree, (tuple, list)):
         yield from ((str(i), inner) for i, inner in enumerate(tree))

@@ -593,7 +593,7 @@ class CallSiteProbe:
             "replays": len(done),
             "rows_unmoved": total.rows_unmoved,
             "differ_unmoved": total.differ_unmoved,
-            "occurred": sum(r.really or any(answer(number)[0] for number in r.written) for r in done),
+            "occurred": sum([r.really or any([answer(number)[0] for number in r.written]) for r in done]),
             "witness": any(witnesses) if witnesses else None,
             "elements": total.elements,
             "elements_differ": total.elements_differ,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .calls import Call, map_tensors, tensors
-from .layouts import ALIGNMENT, extent, strided
+from .layouts import extent, misplacement, strided
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,7 +37,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     x = values_of(x)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.contiguous().view(_WORD[x.element_size()])
+    x, word = x.contiguous(), _WORD[x.element_size()]
+    return x if x.dtype is word else x.view(word)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -72,6 +73,7 @@ class Questions:
         """Ask the devices for all that is unread; nothing more can be asked. Waits only where memory is the host's."""
         for device, flags in self._unread().items():
             if device.type == "cuda":
+                flags = torch.hstack(flags)
                 answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -79,21 +81,21 @@ class Questions:
 
     def answer(self, number: int) -> list[bool]:
         if number >= len(self._answers):
-            values = {}
+            values = {device: torch.hstack(flags).tolist() for device, flags in self._unread().items()}
             for device, (answers, event) in self._sent.items():
                 event.synchronize()
-                values[device] = iter(answers.tolist())
-            values |= {device: iter(flags.tolist()) for device, flags in self._unread().items()}
+                values[device] = answers.tolist()
+            values = {device: iter(flags) for device, flags in values.items()}
             unread = self._flags[len(self._answers) :]
             self._answers += [list(islice(values[flags.device], flags.numel())) for flags in unread]
         return self._answers[number]
 
-    def _unread(self) -> dict[torch.device, torch.Tensor]:
-        """Unread flags, those of a device in one tensor."""
+    def _unread(self) -> dict[torch.device, list[torch.Tensor]]:
+        """Unread flags of each device that was not asked for them yet."""
         unread: dict[torch.device, list[torch.Tensor]] = {}
         for flags in self._flags[len(self._answers) :]:
             unread.setdefault(flags.device, []).append(flags)
-        return {device: torch.hstack(flags) for device, flags in unread.items() if device not in self._sent}
+        return {device: flags for device, flags in unread.items() if device not in self._sent}
 
 
 class Snapshot:
@@ -202,29 +204,29 @@ def _named(path: str, names: Collection[str]) -> bool:
 
 
 def in_plain_memory(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and t.device.type != "meta" and not t.is_quantized and not t.is_nested
+    return t.layout is torch.strided and not (t.is_meta or t.is_quantized or t.is_nested)
 
 
 def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
-    """First and last byte of the tensor in its memory, the first moved down to an aligned address."""
+    """First and last byte of the tensor in its memory, the first moved down to an address that a new one may have."""
     if not in_plain_memory(t):
         raise CannotCopy(f"argument {path!r} is a {t.layout} tensor on {t.device}, which has no plain memory to copy")
     start = t.storage_offset() * t.element_size()
     end = start + (t.nbytes if t.is_contiguous() else extent(t.shape, t.stride()) * t.element_size())
-    return max(start - t.data_ptr() % ALIGNMENT, 0), end
+    return max(start - misplacement(t), 0), end
 
 
 class _Copy:
     """Bytes ``low`` to ``high`` of the memory of ``t``, which is ``alone`` where no other tensor lies in it. They keep
-    their place relative to multiples of ``ALIGNMENT``, or are ``misplaced``: ``later`` leaves that to ``again``.
+    their place relative to addresses that new tensors have, or are ``misplaced``: ``later`` leaves that to ``again``.
     """
 
     def __init__(self, t: torch.Tensor, low: int, high: int, alone: bool, later: bool):
         self.plain, self.misplaced = alone and t.is_contiguous(), False  # then one tensor is all that is copied
         if self.plain:
-            self._low, self._place = 0, t.data_ptr() % ALIGNMENT
-            self._held = values_of(t).clone() if later else _placed(values_of(t), self._place)
-            self.misplaced = self._held.data_ptr() % ALIGNMENT != self._place
+            self._low, self._place = 0, misplacement(t)
+            self.misplaced = later and self._place != 0
+            self._held = _placed(values_of(t), 0 if later else self._place)
         else:
             self._low, self._place = low, 0
             memory = torch.empty(0, dtype=torch.uint8, device=t.device)
@@ -245,7 +247,7 @@ class _Copy:
 
 
 def _placed(source: torch.Tensor, place: int) -> torch.Tensor:
-    if not place and source.is_cuda and source.is_contiguous():  # where any new address is a multiple
+    if not place and source.is_contiguous():
         return source.clone()
     return strided(source.shape, source.stride(), source.dtype, source.device, place).copy_(source)
 
