@@ -293,9 +293,10 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     held = Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy")
     model = Model(held, NativeKernels(), policy("default"))
     table = measure(model, [[1, 2, 3], [4, 5]], ("rms_norm",), every=2, rounds=1, tokens=3)
-    assert table["site"].tolist() == ["rms_norm"] * 3
+    assert table["site"].tolist() == ["rms_norm"] * 4
     limited = table["sampling"].str.contains("at most")
     assert (table["sampled"] + table["passed_over"] > 0).all() and not table.loc[~limited, "passed_over"].any()
+    assert (table["later_ms_per_sample"] > 0).tolist() == table["sampling"].str.contains("later").tolist()
     for row in table.itertuples():
         spent = row.ms_per_sample / 1000 * row.sampled
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))

@@ -22,10 +22,12 @@ from ..engine.model import Model, load_weights
 from ..kernels.nvfp4.policy import policy
 from ..kernels.sets import NativeKernels, TritonKernels
 from .adapters import engine_sites
+from .probe import CallSiteProbe
 
 SITES = ("attend", "linear", "rms_norm")
 SAMPLING = {
     "re-run and solo": dict(axes=("rerun", "solo"), rows=1),
+    "re-run and solo, later": dict(axes=("rerun", "solo"), rows=1, controls="later"),
     "re-run and solo, at most 2%": dict(axes=("rerun", "solo"), rows=1, max_share=0.02),
     "all axes in turn": dict(
         axes=("rerun", "contents", "composition", "solo", "position", "padding"), rows=1, spread=True
@@ -51,7 +53,9 @@ def measure(
     not counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls
     that a limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed
     over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in
-    the probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
+    the probed run, that run less those seconds), ms_per_sample, later_ms_per_sample (of controls made after the probed
+    run, which none of the other columns holds; 0 where they are made at once), samples_per_s (samples a second of the
+    engine's time).
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
@@ -84,12 +88,9 @@ def measure(
                     share.append(spent / (probed - spent))
                     engine += probed - spent
                 else:
-                    counted = probe.calls, probe.sampled, probe.passed_over, probe.seconds
+                    counted = _counts(probe)
                 plain = off
-            calls, sampled, passed, spent = (
-                now - before
-                for now, before in zip((probe.calls, probe.sampled, probe.passed_over, probe.seconds), counted)
-            )
+            calls, sampled, passed, spent, later = (now - before for now, before in zip(_counts(probe), counted))
             ratio = [p / q for p, q in zip(times["probed"], times["plain"])]
             off_ratio = [p / q for p, q in zip(times["off"], times["plain"])]
             rows.append(
@@ -106,10 +107,15 @@ def measure(
                     **_spread("off_ratio", "off", off_ratio),
                     **_spread("share", "share", share),
                     "ms_per_sample": 1000 * spent / max(sampled, 1),
+                    "later_ms_per_sample": 1000 * later / max(sampled, 1),
                     "samples_per_s": sampled / engine,
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _counts(probe: CallSiteProbe) -> tuple[float, ...]:
+    return probe.calls, probe.sampled, probe.passed_over, probe.seconds, probe.control_seconds
 
 
 def _spread(name: str, short: str, values: list[float]) -> dict[str, float]:
