@@ -16,7 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_variance.common import BadInput
+from batch_variance.engine import EngineConfig, Load, load_weights, serve
+from batch_variance.engine.model import Model
 from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
+from batch_variance.hooks.adapters import engine_sites
 from batch_variance.hooks.axes import Replay, other_values
 from batch_variance.hooks.batches import overwritten
 from batch_variance.hooks.calls import Binder, signature_of
@@ -24,6 +27,8 @@ from batch_variance.hooks.checks import Finding
 from batch_variance.hooks.layouts import misplacement, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
 from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, Snapshot, bits
+from batch_variance.kernels.nvfp4.policy import policy
+from batch_variance.kernels.sets import NativeKernels
 
 
 def site(kernel):
@@ -279,9 +284,7 @@ def test_wrong_arguments_are_type_errors(args, kwargs):
 
 def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     from batch_variance.engine.checkpoint import Architecture
-    from batch_variance.engine.model import FFN, Layer, Model, Weights
-    from batch_variance.kernels.nvfp4.policy import policy
-    from batch_variance.kernels.sets import NativeKernels
+    from batch_variance.engine.model import FFN, Layer, Weights
 
     torch.manual_seed(0)
     shape = Architecture(32, 64, 1, 2, 1, 16, 50, 10000.0, 1e-5, True, (49,))
@@ -639,6 +642,24 @@ def test_replays_made_later_find_arguments_at_the_same_place_in_a_line_of_memory
     with later(engine, {"x": 0}, axes=("rerun",)) as probe:
         engine.kernel(x)
     assert places[0] == places[-1] == 4 * skip and probe.verdict() == {"rerun": "invariant"}
+
+
+@pytest.mark.parametrize("name", ["attend", "linear", "rms_norm"])
+def test_an_engine_is_told_the_same_whenever_its_controls_are_made(tiny_folder, name):
+    model = Model(load_weights(tiny_folder, torch.device("cpu")), NativeKernels(), policy("default"))
+    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 12, 9)]
+
+    def tokens():
+        run = serve(model, prompts, Load(3, 4, 5, 0, 0), EngineConfig(max_requests=3, max_length=32, ignore_eos=True))
+        return [request.output for request in run.requests]
+
+    plain, records = tokens(), []
+    for controls in ("now", "later"):
+        with engine_sites(model.kernels, every=9, axes=AXES, rows=2, controls=controls)[name] as probe:
+            assert tokens() == plain and probe.records().empty == (controls == "later")
+        assert probe.sampled > 1 and not probe.refusals and probe.verdict()["rerun"] == "invariant"
+        records.append(probe.records())
+    pd.testing.assert_frame_equal(*records)
 
 
 def test_controls_are_now_or_later():
