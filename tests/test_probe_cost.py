@@ -233,10 +233,11 @@ def test_a_snapshot_holds_what_was_there_and_gives_it_anew_after_a_change(skip, 
     assert torch.equal(snapshot.fresh_call().args[0], before) and torch.equal(x, before + 1)
 
 
-def test_a_result_without_plain_memory_is_kept_from_nobody():
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_result_without_plain_memory_is_kept_from_nobody(controls):
     engine = site(lambda x: x.to_sparse())
     x = torch.eye(3)
-    with CallSiteProbe((engine, "kernel"), {"x": 0}) as probe:
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, controls=controls) as probe:
         assert torch.equal(engine.kernel(x).to_dense(), x)
     assert probe.sampled == 1 and "variant" not in probe.verdict().values()
 
@@ -684,6 +685,8 @@ def test_a_share_is_kept_and_what_it_costs_is_counted(monkeypatch):
     others = clock[0] - probe.seconds
     assert probe.seconds <= 0.02 * others
     assert 15 < probe.sampled < 25  # and it does use what it may: one call in ten
+    told = f"({probe.passed_over} calls passed over: the probe takes no more than 2.0% of the time)"
+    assert probe.explain()["reason"].str.endswith(told).all()
 
 
 def test_a_first_sample_that_took_long_does_not_keep_a_share_from_being_used(monkeypatch):

@@ -42,6 +42,7 @@ def measure(
     every: int = 100,
     rounds: int = 9,
     tokens: int = 32,
+    samplings: tuple[str, ...] = tuple(SAMPLING),
 ) -> pd.DataFrame:
     """Serve one load again and again, alternating without the probe and with it; medians and quartiles of seconds.
 
@@ -70,10 +71,10 @@ def measure(
         plain, expected = seconds()
     rows = []
     for site in sites:
-        for sampling, options in SAMPLING.items():
+        for sampling in samplings:
             times = {"plain": [], "probed": [], "off": []}
             share, engine, counted = [], 0.0, None
-            probe = engine_sites(model.kernels, every=every, **options)[site]
+            probe = engine_sites(model.kernels, every=every, **SAMPLING[sampling])[site]
             for number in range(rounds + 1):
                 spent = probe.seconds
                 with probe:
@@ -137,6 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--site", action="append", choices=SITES, help="may be given again; default: attend and linear")
+    parser.add_argument("--sampling", action="append", choices=SAMPLING, help="may be given again; default: all")
     given = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     weights = load_weights(given.folder, torch.device("cuda" if cuda else "cpu"))
@@ -144,9 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, weights.shape.vocabulary, (24,), generator=generator).tolist() for _ in range(8)]
     sites = tuple(given.site or ("attend", "linear"))
-    table = measure(model, prompts, sites, rounds=given.rounds, tokens=given.tokens).assign(
-        tier="live-gpu" if cuda else "cpu-native"
-    )
+    samplings = tuple(given.sampling or SAMPLING)
+    table = measure(model, prompts, sites, rounds=given.rounds, tokens=given.tokens, samplings=samplings)
+    table = table.assign(tier="live-gpu" if cuda else "cpu-native")
     print(table.to_string(index=False))
     if given.out:
         write_atomically(given.out, lambda path: table.assign(**gpu_columns()).to_csv(path, index=False))

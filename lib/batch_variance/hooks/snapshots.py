@@ -122,7 +122,7 @@ class Snapshot:
         self._live = [
             (path, t)
             for path, t in tensors(call.flat())
-            if not _named(path, self.whole) and not (later and type(t) is torch.nn.Parameter)
+            if not _named(path, self.whole) and not (later and _is_parameter(t))
         ]
         self._keys = [t.untyped_storage().data_ptr() or id(t) for _, t in self._live]
         spans: dict[int, list] = {}  # of each memory: first and last byte of all tensors in it, the first of them, how many
@@ -199,6 +199,10 @@ class Snapshot:
         return self._replaced(self._kept, made)
 
 
+def _is_parameter(t: torch.Tensor) -> bool:
+    return type(t) is not torch.Tensor and isinstance(t, torch.nn.Parameter)
+
+
 def _named(path: str, names: Collection[str]) -> bool:
     return path in names or "." in path and path.partition(".")[0] in names
 
@@ -264,7 +268,7 @@ class RandomState:
     longer to set one back than to see that it has not moved, it is looked at first."""
 
     def __init__(self):
-        self._python, self._numpy, self._torch = random.getstate(), _NumpyState.now(), torch.get_rng_state()
+        self._python, self._numpy, self._torch = random.getstate(), _NumpyState.now(), torch.default_generator.get_state()
         self._cuda = [
             (generator, generator.get_state(), _place(generator))
             for generator in (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
@@ -273,7 +277,7 @@ class RandomState:
     def restore(self) -> None:
         random.setstate(self._python)
         self._numpy.restore()
-        torch.set_rng_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         for generator, state, place in self._cuda:
             if _place(generator) != place:
                 generator.set_state(state)
