@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batch_variance.common import BadInput
 from batch_variance.engine import EngineConfig, Load, load_weights, serve
 from batch_variance.engine.model import Model
-from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
+from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing, snapshots
 from batch_variance.hooks.adapters import engine_sites
 from batch_variance.hooks.axes import Replay, other_values
 from batch_variance.hooks.batches import overwritten
@@ -110,8 +110,8 @@ def test_what_a_check_replays_does_not_reach_the_engines_result():
 
 
 def test_rows_too_large_to_keep_are_measured_at_once_to_the_same_counts(monkeypatch):
-    joined, hstack = [], torch.hstack
-    monkeypatch.setattr(torch, "hstack", lambda flags: joined.append(len(flags)) or hstack(flags))
+    joined, in_one = [], snapshots.in_one
+    monkeypatch.setattr(snapshots, "in_one", lambda flags: joined.append(len(flags)) or in_one(flags))
 
     def session():
         joined.clear()

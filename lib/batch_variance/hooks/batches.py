@@ -15,10 +15,10 @@ from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided
 from .snapshots import Questions, differs
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """A call as it was before it ran, the layout of each argument that carries its ``count`` rows, and the prefix sums
-    by argument.
+    """A call as it was before it ran (which may have moved its lengths on), the layout of each argument that carries
+    its ``count`` rows, and the prefix sums by argument.
     """
 
     call: Call

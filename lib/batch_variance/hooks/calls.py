@@ -58,9 +58,9 @@ class Binder:
         return Call(values, positional, variadic, splat)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """Arguments by name."""
+    """Arguments by name. None is changed: ``replace`` gives another call."""
 
     values: Mapping[str, Any]
     positional: tuple[str, ...]

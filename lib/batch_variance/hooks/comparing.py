@@ -11,7 +11,7 @@ from typing import Sequence
 import torch
 
 from ..numerics import row_scaled_ulp, ulp_distance
-from .snapshots import Questions, bits, differs, values_of
+from .snapshots import Questions, bits, other_bits, values_of
 
 BUCKETS = 65  # ULP histogram: bucket k counts differing elements whose ULP distance has k binary digits
 AT_ONCE = 2**24  # bytes of rows that a comparison may keep until it is read, and that are measured on the host
@@ -134,12 +134,12 @@ def _one(rows: Sequence[torch.Tensor]) -> bool:
 def _unequal(olds: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> torch.Tensor:
     """Which rows' bits differ, bool [rows] on their device ([] for a single row)."""
     if _one(olds):
-        found = differs(olds[0], news[0])
+        found = other_bits(olds[0], news[0])
         return found if len(olds) == 1 else found.expand(len(olds))
     if isinstance(news, torch.Tensor):
         olds = torch.stack([values_of(old) for old in olds])
         return (bits(olds) != bits(news)).reshape(len(olds), -1).any(1)
-    return torch.stack([differs(old, new) for old, new in zip(olds, news)])
+    return torch.stack([other_bits(old, new) for old, new in zip(olds, news)])
 
 
 def _measure(found: Difference, old: torch.Tensor, new: torch.Tensor) -> None:

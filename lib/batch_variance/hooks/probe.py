@@ -529,8 +529,7 @@ class CallSiteProbe:
         else:
             changed = snapshot.note_changes()
             self._unchanged = 0 if changed else self._unchanged + 1
-        # As the call was before it ran, which may have moved its lengths on.
-        batch = Batch.of(snapshot.fresh_call(), self.batch_args)
+        batch = Batch.of(snapshot.before, self.batch_args)
         watched = self._watched(batch.count)
         results = self._results(taken.results, snapshot.real, changed)
         layouts = batch.result_layouts(results, snapshot.real, self.outputs)
@@ -650,7 +649,7 @@ class CallSiteProbe:
             ]
             return compare_rows(*parts, [False] * sample.count)
 
-        record = run_check(check, CheckContext(sample.batch.call, number, sample.count, repeatable, replay))
+        record = run_check(check, CheckContext(sample.snapshot.fresh_call(), number, sample.count, repeatable, replay))
         self._check_records.append({**record, "site": self.site})
         if self._log is not None:
             self._log.append([{"kind": "check", **record, "site": self.site}])

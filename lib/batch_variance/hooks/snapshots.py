@@ -49,6 +49,11 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether any bit differs, as bool [] on ``a``'s device: the answer that ``same_bits`` would wait for."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.ones((), dtype=torch.bool)
+    return other_bits(a, b)
+
+
+def other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``differs`` of tensors of one shape and dtype."""
     return (bits(a) != bits(b)).any()
 
 
@@ -73,7 +78,7 @@ class Questions:
         """Ask the devices for all that is unread; nothing more can be asked. Waits only where memory is the host's."""
         for device, flags in self._unread().items():
             if device.type == "cuda":
-                flags = torch.hstack(flags)
+                flags = in_one(flags)
                 answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -81,7 +86,7 @@ class Questions:
 
     def answer(self, number: int) -> list[bool]:
         if number >= len(self._answers):
-            values = {device: torch.hstack(flags).tolist() for device, flags in self._unread().items()}
+            values = {device: in_one(flags).tolist() for device, flags in self._unread().items()}
             for device, (answers, event) in self._sent.items():
                 event.synchronize()
                 values[device] = answers.tolist()
@@ -98,9 +103,14 @@ class Questions:
         return {device: flags for device, flags in unread.items() if device not in self._sent}
 
 
+def in_one(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Flags, bool [N] or [] each, one after another."""
+    return torch.hstack(flags) if any([t.dim() for t in flags]) else torch.stack(flags)
+
+
 class Snapshot:
-    """Copies of a call's tensor arguments as they were before it ran. ``real`` is the call itself, with the engine's
-    tensors, until ``keep_after`` puts copies in their place.
+    """Copies of a call's tensor arguments as they were before it ran, which ``before`` holds and nobody writes. ``real``
+    is the call itself, with the engine's tensors, until ``keep_after`` puts copies in their place.
 
     ``whole`` names arguments that are passed on as they are: too large to copy, and only read. ``nbytes`` is what the
     copies take. ``later``: replays are not made at once; then every torch.nn.Parameter is whole, and copies are made
@@ -148,7 +158,7 @@ class Snapshot:
         # What a replay is given a copy of its own of: what the call changes, and what was copied to any address.
         self._anew = {key for key, copy in self._copies.items() if copy.misplaced}
         # The containers are copied too: a call may also set fields of its metadata.
-        self._kept = self._replaced(call, {id(t): view for (_, t), view in zip(self._live, self._views)})
+        self.before = self._replaced(call, {id(t): view for (_, t), view in zip(self._live, self._views)})
 
     def _replaced(self, call: Call, made: Mapping[int, torch.Tensor]) -> Call:
         """The call in new containers, with the tensors of these ids replaced; arguments that are whole stay."""
@@ -196,7 +206,7 @@ class Snapshot:
                 for key, view in zip(self._keys, self._views)
                 if key in copies
             }
-        return self._replaced(self._kept, made)
+        return self._replaced(self.before, made)
 
 
 def _is_parameter(t: torch.Tensor) -> bool:
