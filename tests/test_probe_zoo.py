@@ -14,7 +14,9 @@ from batch_variance.hooks.zoo import ZOO, Planted, clean, instance
 INSTANCES = {"now": 200, "later": 40}
 
 
-def examine(planted: Planted, controls: str, seed: int, generator: torch.Generator) -> tuple[set[str], str, dict[str, str]]:
+def examine(
+    planted: Planted, controls: str, seed: int, generator: torch.Generator
+) -> tuple[set[str], str, dict[str, str]]:
     engine = types.SimpleNamespace(kernel=planted.make())
     with CallSiteProbe(
         (engine, "kernel"),

@@ -6,6 +6,7 @@ result is remembered, weakly: what of it is still there when controls are made b
 """
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
@@ -13,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .calls import Call
-from .snapshots import KeptState, Snapshot
+from .snapshots import CannotCopy, KeptState, Snapshot, in_plain_memory
 
 _DEVICES = ("cpu", "cuda")  # that autocast may be on for
 
@@ -63,33 +64,53 @@ class Surroundings:
                 stack.enter_context(torch.cuda.stream(self.stream))
             yield
 
-    @property
-    def device(self) -> torch.device | None:
-        return self.stream.device if self.stream is not None else None
 
-
-def settle(devices: Iterable[torch.device | None]) -> None:
-    """Wait for all work that these devices were given."""
+def settle(devices: Iterable[torch.device]) -> None:
+    """Wait for all work that these CUDA devices were given."""
     for device in devices:
-        if device is not None:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
 
 
-class Memories:
-    """The memory that results lay in. None of it is kept from being freed."""
+class Backlog:
+    """The calls whose controls are still to be made, the oldest first. ``nbytes`` is what their copies take."""
 
     def __init__(self):
-        self._known: set[StorageWeakRef] = set()
+        self.nbytes = 0
+        self._waiting: deque[Waiting] = deque()
+        self._memories: set[StorageWeakRef] = set()  # that results lay in; none is kept from being freed
 
-    def add(self, result: torch.Tensor) -> None:
-        self._known.add(StorageWeakRef(result.untyped_storage()))
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    def alive(self) -> list[torch.Tensor]:
-        """What has not been freed, each memory whole as uint8 [bytes]."""
-        self._known = {known for known in self._known if not known.expired()}
-        storages = [torch.UntypedStorage._new_with_weak_ptr(known.cdata) for known in self._known]
-        return [
+    def add(self, waiting: Waiting, results: Iterable[torch.Tensor]) -> None:
+        """results: the engine's own tensors, which are not held."""
+        self._waiting.append(waiting)
+        self.nbytes += waiting.nbytes
+        self._memories.update(StorageWeakRef(t.untyped_storage()) for t in results if in_plain_memory(t))
+
+    def take(self) -> Waiting:
+        waiting = self._waiting.popleft()
+        self.nbytes -= waiting.nbytes
+        return waiting
+
+    def devices(self) -> set[torch.device]:
+        """The CUDA devices that the calls ran on."""
+        streams = [waiting.surroundings.stream for waiting in list(self._waiting)]
+        return {stream.device for stream in streams if stream is not None}
+
+    def engines_own(self, state: Iterable[Any], max_bytes: int) -> KeptState:
+        """Copies of all that replays may write over: ``state``, and each memory that results lay in, whole.
+
+        Raises CannotCopy where those memories take more than ``max_bytes``.
+        """
+        self._memories = {memory for memory in self._memories if not memory.expired()}
+        storages = [torch.UntypedStorage._new_with_weak_ptr(memory.cdata) for memory in self._memories]
+        results = [
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for storage in storages
             if storage is not None
         ]
+        size = sum([t.nbytes for t in results])
+        if size > max_bytes:
+            raise CannotCopy(f"the engine's results lie in {size:,} bytes of memory and max_bytes is {max_bytes:,}")
+        return KeptState([*state, *[waiting.state.tensors for waiting in list(self._waiting)], results])

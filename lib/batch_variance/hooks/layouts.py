@@ -195,7 +195,7 @@ def _resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: i
 def strided(
     shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, place: int = 0
 ) -> torch.Tensor:
-    """Uninitialised tensor of these strides whose address is ``place`` bytes beyond one that any new tensor may have."""
+    """Uninitialised tensor of these strides, ``place`` bytes beyond an address that any new tensor may have."""
     if not place:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     skip = place // dtype.itemsize

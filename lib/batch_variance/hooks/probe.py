@@ -2,8 +2,9 @@
 varied.
 
 It knows when to sample, how to repeat a call without the engine noticing, and what to record. How rows are cut is
-`layouts`, what is varied `axes`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone
-with fresh metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
+`layouts`, what is varied `axes`, how a replay's batch is put together `batches`, what is kept of a call that is replayed
+later `keeping`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone with fresh metadata) is
+that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
 import functools
@@ -11,7 +12,6 @@ import itertools
 import random
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
@@ -23,13 +23,12 @@ from .axes import AXES, Planner, Replay
 from .batches import Batch, Builder, Built
 from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
-from .keeping import Memories, Surroundings, Taken, Waiting, settle
+from .keeping import Backlog, Surroundings, Taken, Waiting, settle
 from .layouts import CannotSlice, Layout, as_layout
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, in_plain_memory, values_of
+from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, values_of
 from .verdicts import verdicts
 
-_FULL = "the copies kept until controls are made take no more than {:,} bytes (max_bytes): call run_controls() more often"
 ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
@@ -184,9 +183,7 @@ class CallSiteProbe:
         self.passes: dict[str, int] = {}  # why calls that were to be sampled were not
         self.calls = self.sampled = 0
         self.seconds = self.control_seconds = self._begun = self._spent = self._last = 0.0
-        self._waiting: deque[Waiting] = deque()
-        self._held = 0  # bytes that the copies of those take
-        self._memories = Memories()
+        self._backlog = Backlog()
         self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
         self._unchanged = 0  # samples in a row whose call changed no argument
         self._controlled = False  # whether the positive controls have ever succeeded
@@ -344,9 +341,9 @@ class CallSiteProbe:
         try:
             if self.controls == "now":
                 return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
-            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._held, later=True)
+            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, later=True)
         except NoRoom:
-            self._pass_over(_FULL.format(self.max_bytes))
+            self._pass_over_full()
         except CannotCopy as error:
             self._refuse(str(error))
         except Exception as error:  # no memory left, for one
@@ -368,50 +365,48 @@ class CallSiteProbe:
     # -- controls made later -------------------------------------------------------------------------------------------
 
     def _keep_for_later(self, taken: Taken, kept: KeptState, result: Any) -> None:
-        snapshot = taken.snapshot
-        snapshot.keep_after(self.whole)
-        for path, t in tensors(result):
-            taken.results[path] = values_of(t).clone()
-            if in_plain_memory(t):
-                self._memories.add(t)
-        nbytes = snapshot.nbytes + kept.nbytes + sum(t.nbytes for t in taken.results.values())
-        if self._held + nbytes > self.max_bytes:
+        taken.snapshot.keep_after(self.whole)
+        results = dict(tensors(result))
+        taken.results = {path: values_of(t).clone() for path, t in results.items()}
+        nbytes = taken.snapshot.nbytes + kept.nbytes + sum([t.nbytes for t in taken.results.values()])
+        if self._backlog.nbytes + nbytes > self.max_bytes:
             self.sampled -= 1
-            self._pass_over(_FULL.format(self.max_bytes))
-            return
-        self._held += nbytes
-        self._waiting.append(Waiting(taken, kept, Surroundings(), nbytes))
+            self._pass_over_full()
+        else:
+            self._backlog.add(Waiting(taken, kept, Surroundings(), nbytes), results.values())
+
+    def _pass_over_full(self) -> None:
+        self._pass_over(
+            f"the copies kept until run_controls() is called may take {self.max_bytes:,} bytes in all (max_bytes)"
+        )
 
     def run_controls(self, seconds: float | None = None) -> int:
-        """Make the replays, controls and checks of the samples that wait for them, the oldest first; how many were made.
+        """Make the replays, controls and checks of the samples that wait for them, the oldest first; of how many.
 
         To be called where the engine makes no calls: between requests, or when it idles. Waits for the device. After
         ``seconds`` the rest is left waiting. Afterwards the engine's random state, ``state`` and what is left of its
         results are as they were before.
 
-        The replays have copies of the arguments as they were, but what the call read beside its arguments, or named
-        ``constant``, may have changed since: weights loaded anew, a buffer that is not in ``state``. Nothing shows
-        that by itself (kernels write without leaving a version). The identical re-run does: it then gives other bits
-        than the call gave, `rerun` is said to be variant and every other axis inconclusive, since what differs there
-        may be the ground and not the batch.
+        The replays have copies of the arguments as they were, but what the call read beside tensors in its arguments,
+        or what is named ``constant``, may have changed since: weights loaded anew, a buffer that is not in ``state``,
+        an object that is neither tensor nor container. Nothing shows that by itself (kernels write without leaving a
+        version). The identical re-run does: it then gives other bits than the call gave, `rerun` is said to be variant
+        and every other axis inconclusive, since what differs there may be the ground and not the batch.
         """
-        if not self._waiting or _unsafe():
+        if not self._backlog or _unsafe():
             return 0
-        started, done = time.perf_counter(), 0
-        devices = {waiting.surroundings.device for waiting in self._waiting}
+        started, done, devices = time.perf_counter(), 0, self._backlog.devices()
         settle(devices)
         try:
-            engine, random_state = KeptState([*self.state, *(w.state.tensors for w in self._waiting), *self._results_alive()]), RandomState()
-        except Exception as error:
+            random_state, engine = RandomState(), self._backlog.engines_own(self.state, self.max_bytes)
+        except Exception as error:  # where the engine's own cannot be kept safe, nothing is replayed
             self._give_up(error)
             return 0
         settle(devices)
         self._thread.busy = True
         try:
-            while self._waiting and (seconds is None or time.perf_counter() - started < seconds):
-                waiting = self._waiting.popleft()
-                self._held -= waiting.nbytes
-                done += 1
+            while self._backlog and (seconds is None or time.perf_counter() - started < seconds):
+                waiting, done = self._backlog.take(), done + 1
                 try:
                     with waiting.surroundings.entered():
                         self._study(waiting.taken, None)
@@ -427,21 +422,11 @@ class CallSiteProbe:
             self.control_seconds += time.perf_counter() - started
         return done
 
-    def _results_alive(self) -> list[torch.Tensor]:
-        alive = self._memories.alive()
-        size = sum(t.nbytes for t in alive)
-        if size > self.max_bytes:
-            raise CannotCopy(f"the engine's results lie in {size:,} bytes of memory and max_bytes is {self.max_bytes:,}")
-        return alive
-
     def _give_up(self, error: Exception) -> None:
-        """Where the engine's own cannot be kept safe, no waiting sample is replayed."""
-        reason = f"no controls were made: {error if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'}"
-        while self._waiting:
-            waiting = self._waiting.popleft()
-            self._held -= waiting.nbytes
+        reason = f"no controls were made: {type(error).__name__}: {error}"
+        while self._backlog:
             self._refuse(reason)
-            self._record_refused(waiting.taken.number, reason)
+            self._record_refused(self._backlog.take().taken.number, reason)
 
     # -- one sample's replays ------------------------------------------------------------------------------------------
 
@@ -490,7 +475,7 @@ class CallSiteProbe:
         """Read a sample's answers and keep its records."""
         if any(sample.questions.answer(question)[0] for question in sample.unchanging):
             self._unchanged = 0
-            reason = "the call changed an argument, which those before it had only read: it was replayed as if it did not"
+            reason = "the call changed an argument that those before it had only read: it was replayed as if it did not"
             self._refuse(reason)
             self._record_refused(number, reason)
             return []
@@ -535,7 +520,9 @@ class CallSiteProbe:
         layouts = batch.result_layouts(results, snapshot.real, self.outputs)
         for path in changed:
             results[f"argument.{path}"] = values_of(results[f"argument.{path}"]).clone()
-        return _Sample(taken.again, questions, snapshot, batch, batch.count, changed, results, layouts, watched, unchanging)
+        return _Sample(
+            taken.again, questions, snapshot, batch, batch.count, changed, results, layouts, watched, unchanging
+        )
 
     def _watched(self, count: int) -> list[int]:
         if self.rows == "all":
@@ -702,8 +689,8 @@ class CallSiteProbe:
             reasons = "; ".join(f"{reason} ({n} calls)" for reason, n in self.refusals.items())
             found.loc[found["calls"] == 0, "reason"] = reasons
         told = [f"{n} calls passed over: {reason}" for reason, n in self.passes.items()]
-        if self._waiting:
-            told.append(f"{len(self._waiting)} samples wait for run_controls()")
+        if self._backlog:
+            told.append(f"{len(self._backlog)} samples wait for run_controls()")
         if told:
             found["reason"] += f" ({'; '.join(told)})"
         return found

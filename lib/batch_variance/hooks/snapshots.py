@@ -109,8 +109,8 @@ def in_one(flags: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Snapshot:
-    """Copies of a call's tensor arguments as they were before it ran, which ``before`` holds and nobody writes. ``real``
-    is the call itself, with the engine's tensors, until ``keep_after`` puts copies in their place.
+    """Copies of a call's tensor arguments as they were before it ran, which ``before`` holds and nobody writes.
+    ``real`` is the call itself, with the engine's tensors, until ``keep_after`` puts copies in their place.
 
     ``whole`` names arguments that are passed on as they are: too large to copy, and only read. ``nbytes`` is what the
     copies take. ``later``: replays are not made at once; then every torch.nn.Parameter is whole, and copies are made
@@ -135,7 +135,8 @@ class Snapshot:
             if not _named(path, self.whole) and not (later and _is_parameter(t))
         ]
         self._keys = [t.untyped_storage().data_ptr() or id(t) for _, t in self._live]
-        spans: dict[int, list] = {}  # of each memory: first and last byte of all tensors in it, the first of them, how many
+        # Of each memory: first and last byte of the tensors in it, one of them, how many they are, the path of that one.
+        spans: dict[int, list] = {}
         for key, (path, t) in zip(self._keys, self._live):
             low, high = _span(path, t)
             if key in spans:
@@ -147,9 +148,9 @@ class Snapshot:
         if self.nbytes > max_bytes:
             low, high, _, _, path = max(spans.values(), key=lambda span: span[1] - span[0])
             raise CannotCopy(
-                f"the arguments span {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} alone spans "
-                f"{high - low:,}; name it in `whole` if the call only reads it (for controls made later: in `constant`, if "
-                f"nothing at all writes it)"
+                f"the arguments span {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} alone "
+                f"spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: in "
+                f"`constant`, if nothing at all writes it)"
             )
         if room is not None and self.nbytes > room:
             raise NoRoom
@@ -278,7 +279,8 @@ class RandomState:
     longer to set one back than to see that it has not moved, it is looked at first."""
 
     def __init__(self):
-        self._python, self._numpy, self._torch = random.getstate(), _NumpyState.now(), torch.default_generator.get_state()
+        self._python, self._numpy = random.getstate(), _NumpyState.now()
+        self._torch = torch.default_generator.get_state()
         self._cuda = [
             (generator, generator.get_state(), _place(generator))
             for generator in (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
