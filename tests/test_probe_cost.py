@@ -588,7 +588,7 @@ def test_a_sample_that_there_is_no_room_for_is_passed_over_and_never_waited_for(
         engine.kernel(x)
         assert probe.sampled == 4 and probe.passed_over == 2
     assert probe.records()["call"].unique().tolist() == [0, 1, 2, 5] and set(probe.verdict().values()) == {"invariant"}
-    with later(engine, {"x": 0}, max_bytes=1023) as probe:
+    with later(engine, {"x": 0}, max_bytes=2047) as probe:
         engine.kernel(x)
     assert probe.sampled == probe.passed_over == 0 and "argument 'x' alone spans" in " ".join(probe.refusals)
 

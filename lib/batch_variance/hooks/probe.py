@@ -2,9 +2,9 @@
 varied.
 
 It knows when to sample, how to repeat a call without the engine noticing, and what to record. How rows are cut is
-`layouts`, what is varied `axes`, how a replay's batch is put together `batches`, what is kept of a call that is replayed
-later `keeping`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone with fresh metadata) is
-that of FlashMLA issue 212, extended to all axes and given controls.
+`layouts`, what is varied `axes`, how a replay's batch is put together `batches`, what is kept of a call that is
+replayed later `keeping`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone with fresh
+metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
 import functools
@@ -341,7 +341,7 @@ class CallSiteProbe:
         try:
             if self.controls == "now":
                 return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
-            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, later=True)
+            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, self.whole)
         except NoRoom:
             self._pass_over_full()
         except CannotCopy as error:
@@ -365,7 +365,7 @@ class CallSiteProbe:
     # -- controls made later -------------------------------------------------------------------------------------------
 
     def _keep_for_later(self, taken: Taken, kept: KeptState, result: Any) -> None:
-        taken.snapshot.keep_after(self.whole)
+        taken.snapshot.keep_after()
         results = dict(tensors(result))
         taken.results = {path: values_of(t).clone() for path, t in results.items()}
         nbytes = taken.snapshot.nbytes + kept.nbytes + sum([t.nbytes for t in taken.results.values()])

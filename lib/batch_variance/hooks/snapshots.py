@@ -113,8 +113,8 @@ class Snapshot:
     ``real`` is the call itself, with the engine's tensors, until ``keep_after`` puts copies in their place.
 
     ``whole`` names arguments that are passed on as they are: too large to copy, and only read. ``nbytes`` is what the
-    copies take. ``later``: replays are not made at once; then every torch.nn.Parameter is whole, and copies are made
-    in as little time as may be.
+    copies take. ``only_read`` is given where replays are made later: names of arguments that the call does not change,
+    of which ``keep_after`` copies nothing. Then every torch.nn.Parameter is whole.
     Raises CannotCopy for a tensor without plain memory, or when more than ``max_bytes`` would be copied; NoRoom when
     it is more than ``room``.
     """
@@ -125,17 +125,17 @@ class Snapshot:
         whole: Iterable[str] = (),
         max_bytes: int = 2**32,
         room: int | None = None,
-        later: bool = False,
+        only_read: Collection[str] | None = None,
     ):
         self.real = call
-        self.whole = set(whole)
+        self.whole, self._only_read, later = set(whole), only_read, only_read is not None
         self._live = [
             (path, t)
             for path, t in tensors(call.flat())
             if not _named(path, self.whole) and not (later and _is_parameter(t))
         ]
         self._keys = [t.untyped_storage().data_ptr() or id(t) for _, t in self._live]
-        # Of each memory: first and last byte of the tensors in it, one of them, how many they are, the path of that one.
+        # Of each memory: first and last byte of the tensors in it, one of them, how many they are, that one's path.
         spans: dict[int, list] = {}
         for key, (path, t) in zip(self._keys, self._live):
             low, high = _span(path, t)
@@ -145,11 +145,13 @@ class Snapshot:
             else:
                 spans[key] = [low, high, t, 1, path]
         self.nbytes = sum([span[1] - span[0] for span in spans.values()])
+        if later:
+            self.nbytes += sum([t.nbytes for path, t in self._live if not _named(path, only_read)])
         if self.nbytes > max_bytes:
             low, high, _, _, path = max(spans.values(), key=lambda span: span[1] - span[0])
             raise CannotCopy(
-                f"the arguments span {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} alone "
-                f"spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: in "
+                f"copies of the arguments take {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} "
+                f"alone spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: in "
                 f"`constant`, if nothing at all writes it)"
             )
         if room is not None and self.nbytes > room:
@@ -184,16 +186,12 @@ class Snapshot:
         self._anew |= {key for key, other in zip(self._keys, changed) if other}
         return [path for (path, _), other in zip(self._live, changed) if other]
 
-    def keep_after(self, only_read: Iterable[str] = ()) -> None:
-        """After the real call: copy its arguments as they are now, so that nothing here is the engine's any more.
-
-        only_read: names of arguments that the call did not change, of which the copies from before it serve.
-        """
+    def keep_after(self) -> None:
+        """After the real call: copy its arguments as they are now, so that nothing here is the engine's any more."""
         made = {}
         for (path, t), view in zip(self._live, self._views):
             if id(t) not in made:
-                made[id(t)] = view if _named(path, only_read) else values_of(t).clone()
-                self.nbytes += made[id(t)].nbytes if made[id(t)] is not view else 0
+                made[id(t)] = view if _named(path, self._only_read) else values_of(t).clone()
         self.real = self._replaced(self.real, made)
         self._live = [(path, made[id(t)]) for path, t in self._live]
 
