@@ -673,7 +673,9 @@ class CallSiteProbe:
         self._keep([{**empty, "axis": axis} for axis in dict.fromkeys(("rerun", *self.axes))])
 
     def records(self) -> pd.DataFrame:
-        """All that was recorded, a row per sampled call and axis, the control re-run included."""
+        """All that was recorded, a row per sampled call and axis, the control re-run included; nothing yet of samples
+        that wait for ``run_controls``.
+        """
         self._settle()
         return pd.DataFrame(self._records, columns=RECORD)
 
@@ -683,7 +685,9 @@ class CallSiteProbe:
         return records.loc[records["axis"].isin(self.axes), FRAME].reset_index(drop=True)
 
     def explain(self) -> pd.DataFrame:
-        """The verdict of each axis with its reason, counts and interval; see ``verdicts``."""
+        """The verdict of each axis with its reason, counts and interval; see ``verdicts``. Reasons end in what calls were
+        passed over for, and in how many samples wait for ``run_controls``.
+        """
         found = verdicts(self.records(), self.axes)
         if self.refusals:
             reasons = "; ".join(f"{reason} ({n} calls)" for reason, n in self.refusals.items())
