@@ -559,6 +559,37 @@ def test_ground_that_has_moved_shows_in_the_rerun_and_is_no_variance_of_another_
         assert "negative control failed" in probe.explain()["reason"].iloc[-1] and torch.equal(weight, loaded)
 
 
+def test_ground_that_has_moved_under_other_rows_alone_is_refused():
+    """A value for each place in the batch: where another row's has changed, it is no variance by position."""
+    places = torch.ones(4)
+    engine = site(lambda x, places: x * places[: len(x), None])
+    with later(engine, {"x": 0}, axes=("rerun", "position"), constant=["places"], rows=[0]) as probe:
+        engine.kernel(torch.randn(4, 8), places)
+        places[3] = 2.0
+    assert set(probe.verdict().values()) == {"inconclusive"} and not probe.records()["rows_differ"].any()
+    assert "its ground has moved" in probe.explain()["reason"][0]
+
+
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_call_that_cannot_be_repeated_is_not_varied(controls):
+    ran = []
+
+    def kernel(x):
+        ran.append(len(x))
+        if ran.count(4) > 1:
+            raise RuntimeError("served once")
+        return x * (1.0 + len(x))
+
+    engine = site(kernel)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), controls=controls) as probe:
+        engine.kernel(torch.randn(4, 8))
+    assert set(probe.verdict().values()) == {"inconclusive"} and not probe.records()["rows_checked"].any()
+    assert probe.records()["note"].tolist() == [
+        "the replay raised RuntimeError: served once",
+        "the identical call could not be repeated",
+    ]
+
+
 def test_a_buffer_outside_the_state_moves_the_ground_and_one_inside_does_not():
     for declared in (False, True):
         scale = torch.ones(())

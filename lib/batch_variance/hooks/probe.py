@@ -26,9 +26,10 @@ from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipp
 from .keeping import Backlog, Surroundings, Taken, Waiting, settle
 from .layouts import CannotSlice, Layout, as_layout
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, values_of
+from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, differs, values_of
 from .verdicts import verdicts
 
+_NO_RERUN = "the identical call could not be repeated"
 ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
@@ -72,13 +73,15 @@ class _Sample:
 @dataclass
 class _Replayed:
     """What one replay gave, as yet unread from the device. Its batch was really another one where ``really``, or where
-    one of the questions ``written`` says that overwriting changed bits.
+    one of the questions ``written`` says that overwriting changed bits. ``anywhere`` asks of an identical call made
+    later whether any bit of its results is another, in rows that are not watched too.
     """
 
     comparison: Comparison
     really: bool
     written: list[int]
     witness: bool | None
+    anywhere: list[int]
 
 
 class CallSiteProbe:
@@ -381,7 +384,7 @@ class CallSiteProbe:
         )
 
     def run_controls(self, seconds: float | None = None) -> int:
-        """Make the replays, controls and checks of the samples that wait for them, the oldest first; of how many.
+        """Make the replays, controls and checks of samples that wait for them, the oldest first; returns of how many.
 
         To be called where the engine makes no calls: between requests, or when it idles. Waits for the device. After
         ``seconds`` the rest is left waiting. Afterwards the engine's random state, ``state`` and what is left of its
@@ -391,7 +394,9 @@ class CallSiteProbe:
         or what is named ``constant``, may have changed since: weights loaded anew, a buffer that is not in ``state``,
         an object that is neither tensor nor container. Nothing shows that by itself (kernels write without leaving a
         version). The identical re-run does: it then gives other bits than the call gave, `rerun` is said to be variant
-        and every other axis inconclusive, since what differs there may be the ground and not the batch.
+        and every other axis inconclusive, since what differs there may be the ground and not the batch. Where only rows
+        that are not watched differ, the sample is refused. What the identical call does not read, but a replay of
+        another batch does, no re-run can vouch for: do not name that ``constant``.
         """
         if not self._backlog or _unsafe():
             return 0
@@ -447,7 +452,10 @@ class CallSiteProbe:
         flips = _flips(sample) if controlled else []
         sensitive = self._everything_overwritten(sample, planner) if controlled else None
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
-        replayed = [(axis, *self._axis(sample, planner, axis)) for axis in ("rerun", *axes)]
+        rerun, notes = self._axis(sample, planner, "rerun")
+        replayed = [("rerun", rerun, notes)]
+        for axis in axes:
+            replayed.append((axis, *(self._axis(sample, planner, axis) if rerun else ([], [_NO_RERUN]))))
         if not controlled and not self.checks and not self.state:
             # Nothing here needs the answers yet: they are read when the next call is sampled, and wait for nothing.
             sample.questions.send()
@@ -458,7 +466,7 @@ class CallSiteProbe:
         if after is not None:
             after.ask(sample.questions)
         records = self._finish(sample, number, replayed, sensitive, flips, controlled)
-        for check in self.checks:
+        for check in self.checks if records else ():
             if after is not None:
                 after.forget()
             self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
@@ -472,10 +480,15 @@ class CallSiteProbe:
         flips: list[tuple[Comparison, int]],
         controlled: bool,
     ) -> list[dict]:
-        """Read a sample's answers and keep its records."""
-        if any(sample.questions.answer(question)[0] for question in sample.unchanging):
+        """Read a sample's answers and keep its records, which it gives unless the sample says nothing after all."""
+        reason, answer = None, sample.questions.answer
+        if any([answer(question)[0] for question in sample.unchanging]):
             self._unchanged = 0
             reason = "the call changed an argument that those before it had only read: it was replayed as if it did not"
+        for rerun in replayed[0][1]:
+            if any([answer(q)[0] for q in rerun.anywhere]) and not any(rerun.comparison.differing()):
+                reason = "the identical call, made later, gave other bits in rows not watched: its ground has moved"
+        if reason:
             self._refuse(reason)
             self._record_refused(number, reason)
             return []
@@ -611,8 +624,11 @@ class CallSiteProbe:
         witness = None
         if self.witness is not None:
             witness = self.witness(built.call.flat()) != self.witness(sample.snapshot.real.flat())
+        anywhere = []
+        if axis == "rerun" and self.controls == "later":
+            anywhere = [sample.questions.ask(differs(t, results[label])) for label, t in sample.results.items()]
         comparison = Comparison(before, after, replay.moved, sample.questions)
-        return _Replayed(comparison, built.really, built.written, witness)
+        return _Replayed(comparison, built.really, built.written, witness, anywhere)
 
     def _everything_overwritten(self, sample: _Sample, planner: Planner) -> _Replayed | None:
         """The positive control: watched rows must change when their own values do."""
@@ -685,8 +701,8 @@ class CallSiteProbe:
         return records.loc[records["axis"].isin(self.axes), FRAME].reset_index(drop=True)
 
     def explain(self) -> pd.DataFrame:
-        """The verdict of each axis with its reason, counts and interval; see ``verdicts``. Reasons end in what calls were
-        passed over for, and in how many samples wait for ``run_controls``.
+        """The verdict of each axis with its reason, counts and interval; see ``verdicts``. Reasons end in what calls
+        were passed over for, and in how many samples wait for ``run_controls``.
         """
         found = verdicts(self.records(), self.axes)
         if self.refusals:

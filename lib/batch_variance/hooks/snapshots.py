@@ -151,8 +151,8 @@ class Snapshot:
             low, high, _, _, path = max(spans.values(), key=lambda span: span[1] - span[0])
             raise CannotCopy(
                 f"copies of the arguments take {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} "
-                f"alone spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: in "
-                f"`constant`, if nothing at all writes it)"
+                f"alone spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: "
+                f"in `constant`, if nothing at all writes it)"
             )
         if room is not None and self.nbytes > room:
             raise NoRoom
