@@ -4,23 +4,31 @@ found.
 
 import types
 
+import pandas as pd
 import pytest
 import torch
 
+from batch_variance.engine import EngineConfig, Load, load_weights, serve
+from batch_variance.engine.model import Model
 from batch_variance.hooks import CallSiteProbe
+from batch_variance.hooks.adapters import engine_sites
 from batch_variance.hooks.audit import Audit
 from batch_variance.hooks.subjects import ModuleSubject
+from batch_variance.kernels.nvfp4.policy import policy
+from batch_variance.kernels.sets import TritonKernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ALL = ("rerun", "contents", "composition", "solo", "position", "padding")
+both_modes = pytest.mark.parametrize("controls", ["now", "later"])
 
 
-def test_a_call_captured_into_a_graph_is_refused_and_the_graph_replays():
+@both_modes
+def test_a_call_captured_into_a_graph_is_refused_and_the_graph_replays(controls):
     engine = types.SimpleNamespace(kernel=lambda x: x * 2 + 1)
     x = torch.randn(4, 256, device="cuda")
     engine.kernel(x)
     graph = torch.cuda.CUDAGraph()
-    with CallSiteProbe((engine, "kernel"), {"x": 0}) as probe:
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, controls=controls) as probe:
         with torch.cuda.graph(graph):
             y = engine.kernel(x)
         graph.replay()
@@ -33,7 +41,8 @@ def test_a_call_captured_into_a_graph_is_refused_and_the_graph_replays():
     assert probe.verdict()["solo"] == "invariant"
 
 
-def test_stream_random_state_and_outputs_are_as_without_the_probe():
+@both_modes
+def test_stream_random_state_and_outputs_are_as_without_the_probe(controls):
     def run(probed: bool):
         torch.manual_seed(3)
         seen = []
@@ -48,8 +57,10 @@ def test_stream_random_state_and_outputs_are_as_without_the_probe():
         with torch.cuda.stream(side):
             x, out = torch.randn(8, 512, device="cuda"), torch.empty(8, 512, device="cuda")
             if probed:
-                with CallSiteProbe((engine, "kernel"), {"x": 0, "out": 0}, axes=ALL) as probe:
+                with CallSiteProbe((engine, "kernel"), {"x": 0, "out": 0}, axes=ALL, controls=controls) as probe:
                     results = [engine.kernel(x, out) for _ in range(3)]
+                    with torch.cuda.stream(torch.cuda.Stream()):  # made from elsewhere, they run where the call ran
+                        probe.run_controls()
                 assert probe.sampled == 3 and not probe.refusals and probe.verdict()["rerun"] == "invariant"
             else:
                 results = [engine.kernel(x, out) for _ in range(3)]
@@ -71,6 +82,37 @@ def test_cublas_depends_on_the_number_of_rows_and_on_nothing_narrower():
     found = probe.verdict()
     assert found["rerun"] == "invariant" and found["contents"] == "invariant"
     assert "variant" in (found["composition"], found["solo"]), probe.explain().to_string()
+
+
+@pytest.mark.parametrize("name", ["attend", "linear"])
+def test_controls_made_later_leave_the_engine_alone_and_say_what_controls_made_now_say(tiny_folder, name):
+    model = Model(load_weights(tiny_folder, torch.device("cuda")), TritonKernels(), policy("default"))
+    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 22, 9, 30)]
+
+    def tokens():
+        run = serve(model, prompts, Load(4, 8, 12, 0, 0), EngineConfig(max_requests=4, max_length=48, ignore_eos=True))
+        return [request.output for request in run.requests]
+
+    plain, records, verdicts = tokens(), {}, {}
+    for controls in ("now", "later"):
+        with engine_sites(model.kernels, every=7, axes=ALL, rows=2, controls=controls)[name] as probe:
+            assert tokens() == plain and probe.records().empty == (controls == "later")
+        records[controls], verdicts[controls] = probe.records(), probe.verdict()
+        assert probe.sampled > 3 and not probe.refusals and not probe.passed_over
+    assert verdicts["now"] == verdicts["later"] and verdicts["now"]["rerun"] == "invariant"
+    pd.testing.assert_frame_equal(records["now"], records["later"])
+    assert tokens() == plain
+
+
+def test_the_cache_that_the_engine_writes_on_is_replayed_as_it_was():
+    cache = torch.randn(64, 512, device="cuda")
+    engine = types.SimpleNamespace(kernel=lambda q, cache: q @ cache.t())
+    q = torch.randn(8, 512, device="cuda")
+    with CallSiteProbe((engine, "kernel"), {"q": 0}, axes=("rerun",), whole=["cache"], controls="later") as probe:
+        for _ in range(3):
+            engine.kernel(q, cache)
+            cache.add_(1)
+    assert probe.sampled == 3 and probe.verdict() == {"rerun": "invariant"}
 
 
 def test_the_audit_names_a_planted_fault_on_the_gpu():

@@ -155,5 +155,11 @@ def test_the_cost_of_a_probe_is_held_against_its_goal():
     assert "not everywhere under the goal of 1%." in plain(study.cost_sentence(cost, goal=0.01))
     limited = cost.assign(sampling="re-run and solo, at most 2%", calls=4000, sampled=10)
     assert "one call in 400 at `attend`" in plain(study.cost_sentence(pd.concat([cost, limited])))
+    later = cost.assign(**{"sampling": "re-run and solo, later", "share": 0.012, "ms a sample": 0.19, "ms later": 2.5})
+    assert (
+        "controls made later it takes 1.2% at `attend` (0.19 ms a sample, and 2.50 ms after the load), under the goal."
+        in plain(study.cost_sentence(pd.concat([cost, later])))
+    )
     assert plain(study.cost_sentence(pd.DataFrame())) == "No GPU's cost of a probe is recorded."
-    assert set(study.recorded_cost().site) == {"attend", "linear"}
+    found = study.recorded_cost()
+    assert set(found.site) == {"attend", "linear"} and not found.loc[~found.sampling.str.contains("later"), "ms later"].any()

@@ -2,6 +2,7 @@
 fail.
 """
 
+import functools
 import types
 
 import pytest
@@ -9,6 +10,12 @@ import torch
 
 from batch_variance.hooks import CallSiteProbe
 from batch_variance.hooks.checks import Finding, LengthsMatch, ScalesPerRow, SelectionsAgree, SlotsStable, TailUnread
+
+
+@pytest.fixture(params=["now", "later"], autouse=True)
+def controls(request, monkeypatch):
+    """Each test runs with controls made now and made later."""
+    monkeypatch.setitem(globals(), "CallSiteProbe", functools.partial(CallSiteProbe, controls=request.param))
 
 
 def run(check, calls, kernel=None, batch_args=None):

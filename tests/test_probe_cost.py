@@ -2,6 +2,7 @@
 rows taken and overwritten all at once, controls made rarely.
 """
 
+import contextlib
 import itertools
 import random
 import types
@@ -11,17 +12,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_variance.common import BadInput
-from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing
+from batch_variance.engine import EngineConfig, Load, load_weights, serve
+from batch_variance.engine.model import Model
+from batch_variance.hooks import AXES, CallSiteProbe, Flat, Prefix, Rows, comparing, snapshots
+from batch_variance.hooks.adapters import engine_sites
 from batch_variance.hooks.axes import Replay, other_values
+from batch_variance.hooks.batches import overwritten
 from batch_variance.hooks.calls import Binder, signature_of
 from batch_variance.hooks.checks import Finding
-from batch_variance.hooks.layouts import ALIGNMENT, strided, take_along, taken_offsets
+from batch_variance.hooks.layouts import misplacement, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
-from batch_variance.hooks.probe import _overwritten
 from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, Snapshot, bits
+from batch_variance.kernels.nvfp4.policy import policy
+from batch_variance.kernels.sets import NativeKernels
 
 
 def site(kernel):
@@ -103,8 +110,8 @@ def test_what_a_check_replays_does_not_reach_the_engines_result():
 
 
 def test_rows_too_large_to_keep_are_measured_at_once_to_the_same_counts(monkeypatch):
-    joined, hstack = [], torch.hstack
-    monkeypatch.setattr(torch, "hstack", lambda flags: joined.append(len(flags)) or hstack(flags))
+    joined, in_one = [], snapshots.in_one
+    monkeypatch.setattr(snapshots, "in_one", lambda flags: joined.append(len(flags)) or in_one(flags))
 
     def session():
         joined.clear()
@@ -170,7 +177,7 @@ def test_controls_are_made_again_until_they_succeed_once_and_then_rarely():
 def test_overwriting_gives_each_row_what_it_gets_alone_and_spares_the_others(dtype, dim):
     old = (torch.randn(4, 4, 6) * 8).to(dtype)
     new = old.clone()
-    flag = _overwritten(new, Rows(dim), Replay((0, 1, 2, 3), (2,), overwritten=(0, 1, 3)), {})
+    flag = overwritten(new, Rows(dim), Replay((0, 1, 2, 3), (2,), overwritten=(0, 1, 3)), {})
     rows, before = new.movedim(dim, 0), old.movedim(dim, 0)
     assert bool(flag) and torch.equal(bits(rows[2]), bits(before[2]))
     for r in (0, 1, 3):
@@ -183,10 +190,10 @@ def test_overwriting_gives_each_row_what_it_gets_alone_and_spares_the_others(dty
 
 def test_overwriting_nothing_that_could_change_is_no_change():
     same = torch.full((3, 2), 5, dtype=torch.int64)
-    assert not bool(_overwritten(same, Rows(0), Replay((0, 1, 2), (0,), overwritten=(1, 2)), {}))
+    assert not bool(overwritten(same, Rows(0), Replay((0, 1, 2), (0,), overwritten=(1, 2)), {}))
     offsets = {"cu": [0, 2, 2, 5]}
     flat = torch.arange(5.0).view(5, 1) + 1
-    flag = _overwritten(flat, Flat("cu"), Replay((0, 1, 2), (0,), overwritten=(2,)), offsets)
+    flag = overwritten(flat, Flat("cu"), Replay((0, 1, 2), (0,), overwritten=(2,)), offsets)
     assert bool(flag) and flat.flatten().tolist() == [1, 2, 12, 20, 16]  # 3 4 5 -> reversed, turned by one, times 4
 
 
@@ -215,21 +222,22 @@ def test_a_snapshot_holds_what_was_there_and_gives_it_anew_after_a_change(skip, 
     memory = strided((6 * 8 + skip,), (1,), torch.float32, torch.device("cpu"))
     memory.copy_(torch.arange(len(memory)))
     x = cut(memory[skip:].view(6, 8))
-    before, place = x.clone(), x.data_ptr() % ALIGNMENT
+    before, place = x.clone(), misplacement(x)
     snapshot = Snapshot(Binder(None).bind((x,), {}))
     assert snapshot.note_changes() == []
     x += 1
     assert snapshot.note_changes() == (["0"] if x.numel() else [])
     first = snapshot.fresh_call().args[0]
-    assert torch.equal(first, before) and first.stride() == x.stride() and first.data_ptr() % ALIGNMENT == place
+    assert torch.equal(first, before) and first.stride() == x.stride() and misplacement(first) == place
     first += 5  # as a replay does that changes its argument
     assert torch.equal(snapshot.fresh_call().args[0], before) and torch.equal(x, before + 1)
 
 
-def test_a_result_without_plain_memory_is_kept_from_nobody():
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_result_without_plain_memory_is_kept_from_nobody(controls):
     engine = site(lambda x: x.to_sparse())
     x = torch.eye(3)
-    with CallSiteProbe((engine, "kernel"), {"x": 0}) as probe:
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, controls=controls) as probe:
         assert torch.equal(engine.kernel(x).to_dense(), x)
     assert probe.sampled == 1 and "variant" not in probe.verdict().values()
 
@@ -277,9 +285,7 @@ def test_wrong_arguments_are_type_errors(args, kwargs):
 
 def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     from batch_variance.engine.checkpoint import Architecture
-    from batch_variance.engine.model import FFN, Layer, Model, Weights
-    from batch_variance.kernels.nvfp4.policy import policy
-    from batch_variance.kernels.sets import NativeKernels
+    from batch_variance.engine.model import FFN, Layer, Weights
 
     torch.manual_seed(0)
     shape = Architecture(32, 64, 1, 2, 1, 16, 50, 10000.0, 1e-5, True, (49,))
@@ -291,9 +297,10 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     held = Weights(shape, embedding, [layer], torch.ones(32), embedding, "toy")
     model = Model(held, NativeKernels(), policy("default"))
     table = measure(model, [[1, 2, 3], [4, 5]], ("rms_norm",), every=2, rounds=1, tokens=3)
-    assert table["site"].tolist() == ["rms_norm"] * 3
+    assert table["site"].tolist() == ["rms_norm"] * 4
     limited = table["sampling"].str.contains("at most")
     assert (table["sampled"] + table["passed_over"] > 0).all() and not table.loc[~limited, "passed_over"].any()
+    assert (table["later_ms_per_sample"] > 0).tolist() == table["sampling"].str.contains("later").tolist()
     for row in table.itertuples():
         spent = row.ms_per_sample / 1000 * row.sampled
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
@@ -443,6 +450,263 @@ def test_a_call_that_begins_to_change_its_arguments_is_refused_and_then_followed
     probe.__exit__()
 
 
+# --- Controls made later ---
+
+
+def later(engine, batch_args, **options):
+    return CallSiteProbe((engine, "kernel"), batch_args, controls="later", **options)
+
+
+def test_at_the_call_nothing_is_replayed_or_read_and_few_operations_are_made(monkeypatch):
+    ran = []
+    engine = site(lambda x, lengths, weight: ran.append(len(x)) or x @ weight)
+    x, lengths, weight = torch.randn(4, 8), torch.arange(4), torch.nn.Parameter(torch.randn(8, 8))
+    with later(engine, {"x": 0, "lengths": 0}, axes=AXES) as probe:
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda t: pytest.fail("a value was read"))
+        with torch.no_grad(), Operations() as operations:
+            engine.kernel(x, lengths, weight)
+        assert ran == [4] and probe.records().empty and "1 samples wait" in probe.explain()["reason"][0]
+        # Each argument before the call and after it, and the result; the weight is not copied.
+        assert sorted(operations.found) == ["aten.clone"] * 5 + ["aten.mm"]
+        monkeypatch.undo()
+        delayed = probe.seconds
+        assert probe.run_controls() == 1 and probe.run_controls() == 0
+        assert len(ran) > 10 and probe.seconds == delayed and probe.control_seconds > 0
+    assert len(probe.records()) == len(AXES) and probe.verdict()["contents"] == "invariant"
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, kinds, args=(), kwargs=None):
+        self.found.append(str(operation.overloadpacket))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_replays_see_what_the_call_saw_though_the_engine_has_written_over_all_of_it():
+    """A cache that the engine goes on writing, arguments in one buffer, a list, a random number, a buffer of state."""
+    state = torch.zeros(4)
+
+    def kernel(q, k, cache, sizes, out):
+        state.add_(1)
+        out += q * k + cache[: len(q)] * state[0] + torch.rand(()) * sizes[-1]
+        return out[:, :4]
+
+    def load(probe_of):
+        torch.manual_seed(3)
+        engine, results = site(kernel), []
+        state.zero_()
+        qk, cache, sizes, out = torch.randn(6, 16), torch.randn(32, 8), [2.0], torch.zeros(6, 8)
+        with probe_of(engine) as probe:
+            for _ in range(6):
+                results.append(engine.kernel(qk[:, :8], qk[:, 8:], cache, sizes, out).clone())
+                qk.mul_(-1.5), cache.add_(1), sizes.append(sizes[-1] + 1)
+                cache.numpy()[3] = 7.0  # leaves no version
+        return [*results, qk, cache, torch.tensor(sizes), out, state.clone(), torch.rand(2)], probe
+
+    options = dict(axes=("rerun", "contents", "solo", "position"), whole=["cache"], state=[state], every=2)
+    rows = {"q": 0, "k": 0, "out": 0}
+    plain, _ = load(lambda engine: contextlib.nullcontext())
+    kept, probe = load(lambda engine: later(engine, rows, **options))
+    at_once, other = load(lambda engine: CallSiteProbe((engine, "kernel"), rows, **options))
+    for a, b, c in zip(plain, kept, at_once):
+        assert torch.equal(bits(a), bits(b)) and torch.equal(bits(a), bits(c))
+    assert probe.verdict()["rerun"] == "invariant" and not probe.refusals
+    pd.testing.assert_frame_equal(probe.records(), other.records())
+
+
+def part_of_it(buffer):
+    return lambda x: torch.mul(x, 2, out=buffer[: len(x)])
+
+
+def all_of_it(buffer):
+    return lambda x: buffer.copy_(x.sum().expand(8, 8))[: len(x)]
+
+
+@pytest.mark.parametrize("kernel_of", [part_of_it, all_of_it])
+def test_results_in_the_kernels_own_buffer_are_as_the_engine_left_them(kernel_of):
+    """Also what a call that was not sampled has put there, beyond the rows of the one that was."""
+    buffer = torch.zeros(8, 8)
+    engine = site(kernel_of(buffer))
+    with later(engine, {"x": 0}, axes=("rerun", "solo", "composition"), every=2) as probe:
+        engine.kernel(torch.randn(4, 8))
+        x = torch.randn(8, 8)
+        result = engine.kernel(x)
+        expected = buffer.clone()
+        assert probe.run_controls() == 1
+        assert torch.equal(buffer, expected) and torch.equal(result, expected)
+    assert (probe.records()["rows_checked"] > 0).all()
+
+
+def test_ground_that_has_moved_shows_in_the_rerun_and_is_no_variance_of_another_axis():
+    """The engine loads weights anew, once through a version and once past it, between the calls and their controls."""
+    for overwrite in (lambda w: w.copy_(torch.randn(8, 8)), lambda w: w.numpy().__setitem__(0, 5.0)):
+        weight = torch.randn(8, 8)
+        engine = site(lambda x, weight: (x[:, :, None] * weight).sum(1))
+        with later(engine, {"x": 0}, axes=AXES, constant=["weight"]) as probe:
+            engine.kernel(torch.randn(4, 8), weight)
+            probe.run_controls()
+            assert set(probe.verdict().values()) == {"invariant"}
+            engine.kernel(torch.randn(4, 8), weight)
+            overwrite(weight)
+            loaded = weight.clone()
+        found = probe.verdict()
+        assert found.pop("rerun") == "variant" and set(found.values()) == {"inconclusive"}
+        assert "negative control failed" in probe.explain()["reason"].iloc[-1] and torch.equal(weight, loaded)
+
+
+def test_ground_that_has_moved_under_other_rows_alone_is_refused():
+    """A value for each place in the batch: where another row's has changed, it is no variance by position."""
+    places = torch.ones(4)
+    engine = site(lambda x, places: x * places[: len(x), None])
+    with later(engine, {"x": 0}, axes=("rerun", "position"), constant=["places"], rows=[0]) as probe:
+        engine.kernel(torch.randn(4, 8), places)
+        places[3] = 2.0
+    assert set(probe.verdict().values()) == {"inconclusive"} and not probe.records()["rows_differ"].any()
+    assert "its ground has moved" in probe.explain()["reason"][0]
+
+
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_call_that_cannot_be_repeated_is_not_varied(controls):
+    ran = []
+
+    def kernel(x):
+        ran.append(len(x))
+        if ran.count(4) > 1:
+            raise RuntimeError("served once")
+        return x * (1.0 + len(x))
+
+    engine = site(kernel)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), controls=controls) as probe:
+        engine.kernel(torch.randn(4, 8))
+    assert set(probe.verdict().values()) == {"inconclusive"} and not probe.records()["rows_checked"].any()
+    assert probe.records()["note"].tolist() == [
+        "the replay raised RuntimeError: served once",
+        "the identical call could not be repeated",
+    ]
+
+
+def test_a_buffer_outside_the_state_moves_the_ground_and_one_inside_does_not():
+    for declared in (False, True):
+        scale = torch.ones(())
+        engine = site(lambda x: x * scale)
+        with later(engine, {"x": 0}, state=[scale] if declared else []) as probe:
+            engine.kernel(torch.randn(4, 8))
+            scale.fill_(3.0)
+        assert probe.verdict() == (
+            dict.fromkeys(("rerun", "contents", "solo", "position"), "invariant")
+            if declared
+            else {"rerun": "variant", "contents": "inconclusive", "solo": "inconclusive", "position": "inconclusive"}
+        )
+        assert scale.item() == 3.0
+
+
+def test_a_sample_that_there_is_no_room_for_is_passed_over_and_never_waited_for():
+    engine = site(lambda x: x * 2)
+    x = torch.randn(4, 64)  # 1 KiB; a sample keeps it before the call and after it, and the result
+    with later(engine, {"x": 0}, max_bytes=10 * 1024) as probe:
+        for _ in range(5):
+            assert torch.equal(engine.kernel(x), x * 2)
+        assert probe.sampled == 3 and probe.passed_over == 2 and not probe.refusals
+        reason = probe.explain()["reason"]
+        assert reason.str.contains("2 calls passed over: the copies kept").all()
+        assert reason.str.contains("3 samples wait").all()
+        probe.run_controls()
+        engine.kernel(x)
+        assert probe.sampled == 4 and probe.passed_over == 2
+    assert probe.records()["call"].unique().tolist() == [0, 1, 2, 5] and set(probe.verdict().values()) == {"invariant"}
+    with later(engine, {"x": 0}, max_bytes=2047) as probe:
+        engine.kernel(x)
+    assert probe.sampled == probe.passed_over == 0 and "argument 'x' alone spans" in " ".join(probe.refusals)
+
+
+def test_results_in_more_memory_than_may_be_kept_leave_the_controls_unmade():
+    arena = torch.zeros(4096)
+
+    def kernel(x):
+        arena[: x.numel()] = x.flatten()
+        return arena[: x.numel()].view(x.shape)
+
+    engine = site(kernel)
+    with later(engine, {"x": 0}, max_bytes=8192) as probe:
+        engine.kernel(torch.ones(4, 8))
+        arena[-1] = 5.0
+    assert "results lie in 16,384 bytes" in " ".join(probe.refusals) and arena[-1] == 5.0
+    assert set(probe.verdict().values()) == {"inconclusive"} and (probe.records()["rows_checked"] == 0).all()
+
+
+def test_controls_can_be_made_in_the_time_that_there_is():
+    engine = site(lambda x: x * 2)
+    with later(engine, {"x": 0}) as probe:
+        for _ in range(3):
+            engine.kernel(torch.randn(4, 8))
+        assert probe.run_controls(seconds=1e-9) == 0 and probe.run_controls(seconds=60) == 3
+    assert len(probe.frame()) == 12
+
+
+def test_replays_run_under_the_modes_that_the_call_ran_under():
+    engine = site(lambda x, weight: (x @ weight, torch.full((len(x),), float(torch.is_grad_enabled()))))
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with later(engine, {"x": 0}, constant=["weight"], axes=("rerun", "position")) as probe:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            result = engine.kernel(x, weight)
+        with torch.inference_mode():
+            engine.kernel(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            probe.run_controls()
+    assert result[0].dtype is torch.bfloat16 and probe.verdict()["rerun"] == "invariant" and not probe.refusals
+    assert (probe.records()["note"] == "").all()
+
+
+def test_a_sample_that_waits_holds_none_of_the_engines_tensors():
+    engine = site(lambda x: x * 2)
+    with later(engine, {"x": 0}) as probe:
+        x = torch.randn(4, 8)
+        result = engine.kernel(x)
+        gone = [weakref.ref(t) for t in (x, result)]
+        memories = [StorageWeakRef(t.untyped_storage()) for t in (x, result)]
+        del x, result
+        assert all(ref() is None for ref in gone) and all(ref.expired() for ref in memories)
+    assert set(probe.verdict().values()) == {"invariant"}
+
+
+@pytest.mark.parametrize("skip", [0, 1, 8])
+def test_replays_made_later_find_arguments_at_the_same_place_in_a_line_of_memory(skip):
+    places = []
+    engine = site(lambda x: places.append(misplacement(x)) or x * 2)
+    x = strided((4 * 8 + skip,), (1,), torch.float32, torch.device("cpu")).normal_()[skip:].view(4, 8)
+    with later(engine, {"x": 0}, axes=("rerun",)) as probe:
+        engine.kernel(x)
+    assert places[0] == places[-1] == 4 * skip and probe.verdict() == {"rerun": "invariant"}
+
+
+@pytest.mark.parametrize("name", ["attend", "linear", "rms_norm"])
+def test_an_engine_is_told_the_same_whenever_its_controls_are_made(tiny_folder, name):
+    model = Model(load_weights(tiny_folder, torch.device("cpu")), NativeKernels(), policy("default"))
+    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 12, 9)]
+
+    def tokens():
+        run = serve(model, prompts, Load(3, 4, 5, 0, 0), EngineConfig(max_requests=3, max_length=32, ignore_eos=True))
+        return [request.output for request in run.requests]
+
+    plain, records = tokens(), []
+    for controls in ("now", "later"):
+        with engine_sites(model.kernels, every=9, axes=AXES, rows=2, controls=controls)[name] as probe:
+            assert tokens() == plain and probe.records().empty == (controls == "later")
+        assert probe.sampled > 1 and not probe.refusals and probe.verdict()["rerun"] == "invariant"
+        records.append(probe.records())
+    pd.testing.assert_frame_equal(*records)
+
+
+def test_controls_are_now_or_later():
+    with pytest.raises(BadInput, match="controls = 'never': give 'now' or 'later'"):
+        CallSiteProbe((site(lambda x: x), "kernel"), {"x": 0}, controls="never")
+
+
 # --- A share of the time ---
 
 
@@ -460,6 +724,8 @@ def test_a_share_is_kept_and_what_it_costs_is_counted(monkeypatch):
     others = clock[0] - probe.seconds
     assert probe.seconds <= 0.02 * others
     assert 15 < probe.sampled < 25  # and it does use what it may: one call in ten
+    told = f"({probe.passed_over} calls passed over: the probe takes no more than 2.0% of the time)"
+    assert probe.explain()["reason"].str.endswith(told).all()
 
 
 def test_a_first_sample_that_took_long_does_not_keep_a_share_from_being_used(monkeypatch):

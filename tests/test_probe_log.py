@@ -30,12 +30,15 @@ while True:
 """
 
 
-def test_a_log_gives_the_same_verdicts_as_the_probe(tmp_path):
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_log_gives_the_same_verdicts_as_the_probe(tmp_path, controls):
     engine = types.SimpleNamespace(kernel=lambda x, lengths: alone_differs(x, lengths))
     generator = torch.Generator().manual_seed(1)
     path = tmp_path / "session.parquet"
     check = LengthsMatch("lengths", "x")  # wrong on purpose: x holds no indices
-    with CallSiteProbe((engine, "kernel"), {"x": 0, "lengths": 0}, axes=AXES, log=path, checks=[check]) as probe:
+    with CallSiteProbe(
+        (engine, "kernel"), {"x": 0, "lengths": 0}, axes=AXES, log=path, checks=[check], controls=controls
+    ) as probe:
         for _ in range(5):
             engine.kernel(*instance(generator))
     log = read_log(path)

@@ -71,11 +71,11 @@ _FLASHMLA = dict.fromkeys(
     ),
     0,
 )
-_CACHES = ("k_cache", "extra_k_cache", "attn_sink")
+_CACHES, _WEIGHTS = ("k_cache", "extra_k_cache"), ("attn_sink",)
 
 
 def _flashmla(module: str, interface: str) -> Site:
-    options = {"fresh": {"tile_scheduler_metadata": _schedule_of(interface)}, "whole": _CACHES}
+    options = {"fresh": {"tile_scheduler_metadata": _schedule_of(interface)}, "whole": _CACHES, "constant": _WEIGHTS}
     return Site(f"{module}:flash_mla_with_kvcache", _FLASHMLA, options)
 
 
@@ -169,13 +169,14 @@ def engine_sites(kernels: Any, **options: Any) -> dict[str, CallSiteProbe]:
     """Probes at the kernels of this project's engine: a row is a token of the step, with its own page table and length.
 
     kernels: the engine's kernel set (``kernels.sets``). The paged caches are passed whole: attention only reads them.
+    Weights are constant.
     """
     return {
-        "linear": CallSiteProbe((kernels, "linear"), {"x": 0}, **{"whole": ("weight",), **options}),
+        "linear": CallSiteProbe((kernels, "linear"), {"x": 0}, **{"constant": ("weight",), **options}),
         "attend": CallSiteProbe(
             (kernels, "attend"),
             {"q": 0, "tables": 0, "lengths": 0},
             **{"whole": ("k_pages", "v_pages"), "lengths": "lengths", **options},
         ),
-        "rms_norm": CallSiteProbe((kernels, "rms_norm"), {"x": 0}, **{"whole": ("weight",), **options}),
+        "rms_norm": CallSiteProbe((kernels, "rms_norm"), {"x": 0}, **{"constant": ("weight",), **options}),
     }

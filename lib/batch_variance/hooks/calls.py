@@ -14,6 +14,8 @@ import torch
 
 from ..common import BadInput
 
+_PLAIN = {int, float, bool, str, type(None)}  # what is seen at once to be no container
+
 
 def signature_of(function: Callable) -> inspect.Signature | None:
     """The function's signature, or None for builtins that have none (many torch operations)."""
@@ -56,9 +58,9 @@ class Binder:
         return Call(values, positional, variadic, splat)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """Arguments by name."""
+    """Arguments by name. None is changed: ``replace`` gives another call."""
 
     values: Mapping[str, Any]
     positional: tuple[str, ...]
@@ -85,10 +87,14 @@ class Call:
 
     def has(self, path: str) -> bool:
         """Whether the path leads to a value other than None in this call."""
+        return self.find(path) is not None
+
+    def find(self, path: str) -> Any:
+        """The value at a path, or None when there is none."""
         try:
-            return self.get(path) is not None
+            return self.get(path)
         except KeyError:
-            return False
+            return None
 
     def get(self, path: str) -> Any:
         """The value at a path; raises KeyError when there is none."""
@@ -162,7 +168,10 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield path, tree
         return
     for part, inner in _children(tree):
-        yield from tensors(inner, f"{path}.{part}" if path else part)
+        if isinstance(inner, torch.Tensor):
+            yield f"{path}.{part}" if path else part, inner
+        elif type(inner) not in _PLAIN:
+            yield from tensors(inner, f"{path}.{part}" if path else part)
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -171,6 +180,8 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)
+    if type(tree) in _PLAIN:
+        return tree
     if isinstance(tree, (tuple, list)):
         return _like(tree, [map_tensors(inner, change) for inner in tree])
     if isinstance(tree, Mapping):
@@ -187,7 +198,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _children(tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
+    if isinstance(tree, (dict, Mapping)):
         yield from ((str(key), inner) for key, inner in tree.items())
     elif isinstance(tree, (tuple, list)):
         yield from ((str(i), inner) for i, inner in enumerate(tree))

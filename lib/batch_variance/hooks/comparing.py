@@ -6,13 +6,12 @@ distance 0.
 """
 
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Sequence
 
 import torch
 
 from ..numerics import row_scaled_ulp, ulp_distance
-from .snapshots import Questions, bits, differs, values_of
+from .snapshots import Questions, bits, other_bits, values_of
 
 BUCKETS = 65  # ULP histogram: bucket k counts differing elements whose ULP distance has k binary digits
 AT_ONCE = 2**24  # bytes of rows that a comparison may keep until it is read, and that are measured on the host
@@ -66,15 +65,18 @@ class Comparison:
         questions: Questions,
     ):
         size = 0
-        for old, new in zip(chain(*before), chain(*after), strict=True):
-            if old.shape != new.shape or old.dtype != new.dtype:
-                raise ShapeChanged(
-                    f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
-                )
-            size += old.nbytes
-        self._moved, self._questions = moved, questions
-        self._rows = [(olds, _copied(news)) for olds, news in zip(before, after, strict=True)]
-        self._numbers = [questions.ask(_unequal(olds, news)) for olds, news in self._rows]
+        self._moved, self._questions, self._rows, self._numbers = moved, questions, [], []
+        for olds, news in zip(before, after, strict=True):
+            for old, new in zip(olds, news, strict=True):
+                if old.shape != new.shape or old.dtype != new.dtype:
+                    raise ShapeChanged(
+                        f"a row's result was {tuple(old.shape)} {old.dtype} and became {tuple(new.shape)} {new.dtype}"
+                    )
+                size += old.nbytes
+            news = _copied(news)
+            self._rows.append((olds, news))
+            self._numbers.append(questions.ask(_unequal(olds, news)))
+        self._elements = sum([row.numel() for olds, _ in self._rows for row in olds])
         self._found: Difference | None = None
         if size > AT_ONCE:
             self.difference()
@@ -82,6 +84,8 @@ class Comparison:
     def differing(self) -> list[bool]:
         """Which rows differ in any result."""
         answers = [self._questions.answer(number) for number in self._numbers]
+        if len(answers) == 1:
+            return answers[0]
         return [any(row) for row in zip(*answers)] if answers else [False] * len(self._moved)
 
     def difference(self) -> Difference:
@@ -89,15 +93,16 @@ class Comparison:
             differing = self.differing()
             found = Difference(
                 rows=len(differing),
-                rows_differ=sum(differing),
-                rows_unmoved=sum(not m for m in self._moved),
-                differ_unmoved=sum(d and not m for d, m in zip(differing, self._moved)),
-                elements=sum(row.numel() for olds, _ in self._rows for row in olds),
+                rows_unmoved=len(differing) - sum(self._moved),
+                elements=self._elements,
             )
-            for (olds, news), number in zip(self._rows, self._numbers):
-                for r, differs in enumerate(self._questions.answer(number)):
-                    if differs:
-                        _measure(found, olds[r], news[r])
+            if any(differing):
+                found.rows_differ = sum(differing)
+                found.differ_unmoved = sum(d and not m for d, m in zip(differing, self._moved))
+                for (olds, news), number in zip(self._rows, self._numbers):
+                    for r, differs in enumerate(self._questions.answer(number)):
+                        if differs:
+                            _measure(found, olds[r], news[r])
             self._found, self._rows = found, []
         return self._found
 
@@ -129,12 +134,12 @@ def _one(rows: Sequence[torch.Tensor]) -> bool:
 def _unequal(olds: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> torch.Tensor:
     """Which rows' bits differ, bool [rows] on their device ([] for a single row)."""
     if _one(olds):
-        found = differs(olds[0], news[0])
+        found = other_bits(olds[0], news[0])
         return found if len(olds) == 1 else found.expand(len(olds))
     if isinstance(news, torch.Tensor):
         olds = torch.stack([values_of(old) for old in olds])
         return (bits(olds) != bits(news)).reshape(len(olds), -1).any(1)
-    return torch.stack([differs(old, new) for old, new in zip(olds, news)])
+    return torch.stack([other_bits(old, new) for old, new in zip(olds, news)])
 
 
 def _measure(found: Difference, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -6,11 +6,17 @@ original, so that a kernel that looks at them sees in a replay what it saw in th
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Iterable, Protocol, Sequence
 
 import torch
 
-ALIGNMENT = 256  # bytes; CUDA's allocator gives 512, torch's CPU allocator 64
+
+def misplacement(t: torch.Tensor) -> int:
+    """Bytes from the last address that any new tensor may have to where this one begins. torch allocates at multiples
+    of 64 on the CPU and of 512 on CUDA, of which no access is wider than 256.
+    """
+    return t.data_ptr() % (64 if t.is_cpu else 256)
 
 
 class CannotSlice(Exception):
@@ -44,9 +50,9 @@ class Rows:
     or_one: bool = False
 
     def count(self, value: Any, offsets: dict) -> int | None:
-        if isinstance(value, (list, tuple)):
-            return len(value)
         if not isinstance(value, torch.Tensor):
+            if isinstance(value, (list, tuple)):
+                return len(value)
             raise CannotSlice(
                 f"is a {type(value).__name__}, which has no rows: build it afresh (fresh=) or leave it whole"
             )
@@ -122,7 +128,8 @@ def taken_offsets(ends: Sequence[int], index: Sequence[int]) -> list[int]:
 
 def take_along(value: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
     """``value.index_select(dim, index)`` in fresh, aligned memory with the original's order and gaps of strides."""
-    return _take_runs(value, dim, _merged((i, i + 1) for i in index))
+    runs = [(index[0], index[0] + 1)] if len(index) == 1 else _merged((i, i + 1) for i in index)
+    return _take_runs(value, dim, runs)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -140,15 +147,21 @@ def _take_runs(value: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -
     """These ranges along ``dim``, one after another. Slices, because an index would have to be sent to the device,
     which waits for it.
     """
-    new = fresh_like(value, dim, sum(end - start for start, end in runs))
+    shape, strides = _resized(value.shape, value.stride(), dim, sum([end - start for start, end in runs]))
+    source = value.detach() if value.requires_grad else value
+    if len(runs) == 1:
+        slice = source.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
+        if slice.stride() == strides and slice.is_contiguous():
+            return slice.clone()
+    new = strided(shape, strides, value.dtype, value.device)
     if new.numel() == 0:
         return new
     # Dimensions expanded with stride 0 hold one copy: write that one.
-    target, source, strides = new, value.detach(), value.stride()
-    for d in [d for d, step in enumerate(strides) if step == 0 and value.shape[d] > 1]:
+    target = new
+    for d in [d for d, step in enumerate(value.stride()) if step == 0 and value.shape[d] > 1]:
         source = source.narrow(d, 0, 1)
         target = target.narrow(d, 0, 1)
-    if strides[dim] == 0 and value.shape[dim] > 1:
+    if value.stride(dim) == 0 and value.shape[dim] > 1:
         target.copy_(source)
     else:
         slices = [source.narrow(dim, start, end - start) for start, end in runs]
@@ -160,7 +173,12 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Uninitialised tensor shaped like ``value`` but for ``size`` along ``dim``; strides outside that dimension
     scale.
     """
-    shape, strides = list(value.shape), list(value.stride())
+    return strided(*_resized(value.shape, value.stride(), dim, size), value.dtype, value.device)
+
+
+@lru_cache(1024)
+def _resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[tuple, tuple]:
+    shape, strides = list(shape), list(strides)
     old, step = shape[dim], strides[dim]
     shape[dim] = size
     for d in range(len(shape)):
@@ -171,15 +189,21 @@ def fresh_like(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
                 if strides[d] % (step * old or 1)
                 else strides[d] // (old or 1) * size
             )
-    return strided(shape, strides, value.dtype, value.device)
+    return tuple(shape), tuple(strides)
 
 
-def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised tensor of these strides at an address that is a multiple of ``ALIGNMENT`` bytes."""
-    if device.type == "cuda":  # where any address is
+def strided(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, place: int = 0
+) -> torch.Tensor:
+    """Uninitialised tensor of these strides, ``place`` bytes beyond an address that any new tensor may have."""
+    if not place:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
-    spare = ALIGNMENT // dtype.itemsize
-    flat = torch.empty(span + spare, dtype=dtype, device=device)
-    skip = (-flat.data_ptr() % ALIGNMENT) // dtype.itemsize
+    skip = place // dtype.itemsize
+    flat = torch.empty(skip + extent(tuple(shape), tuple(strides)), dtype=dtype, device=device)
     return flat.as_strided(shape, strides, skip)
+
+
+@lru_cache(1024)
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0

@@ -22,10 +22,12 @@ from ..engine.model import Model, load_weights
 from ..kernels.nvfp4.policy import policy
 from ..kernels.sets import NativeKernels, TritonKernels
 from .adapters import engine_sites
+from .probe import CallSiteProbe
 
 SITES = ("attend", "linear", "rms_norm")
 SAMPLING = {
     "re-run and solo": dict(axes=("rerun", "solo"), rows=1),
+    "re-run and solo, later": dict(axes=("rerun", "solo"), rows=1, controls="later"),
     "re-run and solo, at most 2%": dict(axes=("rerun", "solo"), rows=1, max_share=0.02),
     "all axes in turn": dict(
         axes=("rerun", "contents", "composition", "solo", "position", "padding"), rows=1, spread=True
@@ -40,6 +42,7 @@ def measure(
     every: int = 100,
     rounds: int = 9,
     tokens: int = 32,
+    samplings: tuple[str, ...] = tuple(SAMPLING),
 ) -> pd.DataFrame:
     """Serve one load again and again, alternating without the probe and with it; medians and quartiles of seconds.
 
@@ -51,7 +54,9 @@ def measure(
     not counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls
     that a limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed
     over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in
-    the probed run, that run less those seconds), ms_per_sample, samples_per_s (samples a second of the engine's time).
+    the probed run, that run less those seconds), ms_per_sample, later_ms_per_sample (of controls made after the probed
+    run, which none of the other columns holds; 0 where they are made at once), samples_per_s (samples a second of the
+    engine's time).
     """
     load = Load(len(prompts), len(prompts), tokens, 0, 0)
 
@@ -66,10 +71,10 @@ def measure(
         plain, expected = seconds()
     rows = []
     for site in sites:
-        for sampling, options in SAMPLING.items():
+        for sampling in samplings:
             times = {"plain": [], "probed": [], "off": []}
             share, engine, counted = [], 0.0, None
-            probe = engine_sites(model.kernels, every=every, **options)[site]
+            probe = engine_sites(model.kernels, every=every, **SAMPLING[sampling])[site]
             for number in range(rounds + 1):
                 spent = probe.seconds
                 with probe:
@@ -84,12 +89,9 @@ def measure(
                     share.append(spent / (probed - spent))
                     engine += probed - spent
                 else:
-                    counted = probe.calls, probe.sampled, probe.passed_over, probe.seconds
+                    counted = _counts(probe)
                 plain = off
-            calls, sampled, passed, spent = (
-                now - before
-                for now, before in zip((probe.calls, probe.sampled, probe.passed_over, probe.seconds), counted)
-            )
+            calls, sampled, passed, spent, later = (now - before for now, before in zip(_counts(probe), counted))
             ratio = [p / q for p, q in zip(times["probed"], times["plain"])]
             off_ratio = [p / q for p, q in zip(times["off"], times["plain"])]
             rows.append(
@@ -106,10 +108,15 @@ def measure(
                     **_spread("off_ratio", "off", off_ratio),
                     **_spread("share", "share", share),
                     "ms_per_sample": 1000 * spent / max(sampled, 1),
+                    "later_ms_per_sample": 1000 * later / max(sampled, 1),
                     "samples_per_s": sampled / engine,
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _counts(probe: CallSiteProbe) -> tuple[float, ...]:
+    return probe.calls, probe.sampled, probe.passed_over, probe.seconds, probe.control_seconds
 
 
 def _spread(name: str, short: str, values: list[float]) -> dict[str, float]:
@@ -131,6 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--site", action="append", choices=SITES, help="may be given again; default: attend and linear")
+    parser.add_argument("--sampling", action="append", choices=SAMPLING, help="may be given again; default: all")
     given = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     weights = load_weights(given.folder, torch.device("cuda" if cuda else "cpu"))
@@ -138,9 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, weights.shape.vocabulary, (24,), generator=generator).tolist() for _ in range(8)]
     sites = tuple(given.site or ("attend", "linear"))
-    table = measure(model, prompts, sites, rounds=given.rounds, tokens=given.tokens).assign(
-        tier="live-gpu" if cuda else "cpu-native"
-    )
+    samplings = tuple(given.sampling or SAMPLING)
+    table = measure(model, prompts, sites, rounds=given.rounds, tokens=given.tokens, samplings=samplings)
+    table = table.assign(tier="live-gpu" if cuda else "cpu-native")
     print(table.to_string(index=False))
     if given.out:
         write_atomically(given.out, lambda path: table.assign(**gpu_columns()).to_csv(path, index=False))

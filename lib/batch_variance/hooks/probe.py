@@ -2,12 +2,12 @@
 varied.
 
 It knows when to sample, how to repeat a call without the engine noticing, and what to record. How rows are cut is
-`layouts`, what is varied `axes`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone
-with fresh metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
+`layouts`, what is varied `axes`, how a replay's batch is put together `batches`, what is kept of a call that is
+replayed later `keeping`, what the records mean `verdicts`. The method (identical re-run, then row 0 alone with fresh
+metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
 import functools
-import inspect
 import itertools
 import random
 import threading
@@ -19,14 +19,17 @@ import pandas as pd
 import torch
 
 from ..common import BadInput
-from .axes import AXES, Planner, Replay, other_values
+from .axes import AXES, Planner, Replay
+from .batches import Batch, Builder, Built
 from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
-from .layouts import CannotSlice, Flat, Layout, Prefix, Rows, as_layout, strided, taken_offsets
+from .keeping import Backlog, Surroundings, Taken, Waiting, settle
+from .layouts import CannotSlice, Layout, as_layout
 from .patching import Target
-from .snapshots import CannotCopy, KeptState, Questions, RandomState, Snapshot, differs, values_of
+from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, differs, values_of
 from .verdicts import verdicts
 
+_NO_RERUN = "the identical call could not be repeated"
 ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
@@ -54,9 +57,7 @@ class _Sample:
     questions: Questions
 
     snapshot: Snapshot
-    before: Call
-    layouts: dict[str, Layout]
-    offsets: dict[str, list[int]]
+    batch: Batch
     count: int
     changed: list[str]
     results: dict[str, torch.Tensor]
@@ -66,19 +67,21 @@ class _Sample:
 
     def without_tensors(self) -> "_Sample":
         """What its records need once the replays are done."""
-        return replace(self, again=None, snapshot=None, before=None, results={})
+        return replace(self, again=None, snapshot=None, batch=None, results={})
 
 
 @dataclass
 class _Replayed:
     """What one replay gave, as yet unread from the device. Its batch was really another one where ``really``, or where
-    one of the questions ``written`` says that overwriting changed bits.
+    one of the questions ``written`` says that overwriting changed bits. ``anywhere`` asks of an identical call made
+    later whether any bit of its results is another, in rows that are not watched too.
     """
 
     comparison: Comparison
     really: bool
     written: list[int]
     witness: bool | None
+    anywhere: list[int]
 
 
 class CallSiteProbe:
@@ -104,7 +107,9 @@ class CallSiteProbe:
         values: integer arguments in ``batch_args`` that are contents (token ids) and not structure (lengths, indices).
         lengths: path of the argument in ``batch_args`` that gives each row's size, for the composition axis.
         pad: argument path -> dimension to widen with zeros on the padding axis, instead of adding rows.
-        whole: arguments that replays are given as they are, uncopied: large, and only read.
+        whole: arguments that the call only reads, and that are large: replays are given them as they are, uncopied.
+            Controls made later are given copies, since the engine may write them between calls, as it does a cache.
+        constant: arguments that are only ever read, by the call and by everyone else (weights): never copied.
         state: what else the call may change, to be put back: tensors, torch modules (their buffers), containers of
             tensors.
         witness: function of the call's arguments, after the call, to a plain value that says which path was taken (a
@@ -114,12 +119,16 @@ class CallSiteProbe:
         spread: make one of ``axes`` (and the re-run) a sampled call, in turn, instead of all: a cheaper sample.
         controls_every: make the positive controls on the first of so many sampled calls. Until they have succeeded once
             they are also made on the 2nd, the 4th, the 8th, ...
-        max_bytes: refuse a sample whose arguments would need more copied.
+        max_bytes: refuse a sample whose arguments would need more copied; and, with controls made later, pass a call
+            over while the copies kept would take more in all.
+        controls: "now" to make replays, controls and checks before the sampled call returns; "later" to copy what they
+            need, and to make them when ``run_controls`` is called or the probe is taken away; see there.
         seed: for sampling by probability, the rows drawn and the orders shuffled.
 
     Raises BadInput for a target or argument that does not exist, an unknown axis, or a limit that is not positive.
     Copies of arguments do not require gradients. Inside a CUDA graph's capture or a compiled region no call is sampled;
-    ``refusals`` counts why. The wrapped call's own exceptions pass unchanged.
+    ``refusals`` counts why. The wrapped call's own exceptions pass unchanged. ``seconds`` is what the sampled calls
+    were delayed by, ``control_seconds`` what controls made later took.
     """
 
     def __init__(
@@ -139,6 +148,7 @@ class CallSiteProbe:
         lengths: str | None = None,
         pad: Mapping[str, int] | None = None,
         whole: Iterable[str] = (),
+        constant: Iterable[str] = (),
         state: Iterable[Any] = (),
         witness: Callable[[dict], Any] | None = None,
         checks: Iterable[Any] = (),
@@ -146,6 +156,7 @@ class CallSiteProbe:
         spread: bool = False,
         controls_every: int = 64,
         max_bytes: int = 2**32,
+        controls: str = "now",
         seed: int = 0,
     ):
         self.target = Target(target)
@@ -155,7 +166,8 @@ class CallSiteProbe:
         self.axes, self.every, self.rows, self.probability = tuple(axes), every, rows, probability
         self.max_calls, self.max_seconds, self.max_bytes = max_calls, max_seconds, max_bytes
         self.max_share = max_share
-        self.values, self.whole, self.lengths, self.witness = set(values), tuple(whole), lengths, witness
+        self.values, self.lengths, self.witness = set(values), lengths, witness
+        self.whole, self.constant, self.controls = tuple(whole), tuple(constant), controls
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
         self._signature = signature_of(self.target.function)
@@ -164,15 +176,17 @@ class CallSiteProbe:
         owner = self.target.owner
         if isinstance(owner, torch.nn.Module):
             self.state.append(owner)
-        self._makers = {path: (maker, signature_of(maker)) for path, maker in self.fresh.items()}
+        self._builder = Builder(self.fresh, self.values, self.pad)
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
         self._thread = threading.local()
         self._records: list[dict] = []
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
-        self.calls = self.sampled = self.passed_over = 0
-        self.seconds = self._begun = self._spent = self._last = 0.0
+        self.passes: dict[str, int] = {}  # why calls that were to be sampled were not
+        self.calls = self.sampled = 0
+        self.seconds = self.control_seconds = self._begun = self._spent = self._last = 0.0
+        self._backlog = Backlog()
         self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
         self._unchanged = 0  # samples in a row whose call changed no argument
         self._controlled = False  # whether the positive controls have ever succeeded
@@ -190,6 +204,7 @@ class CallSiteProbe:
             ("fresh", self.fresh),
             ("pad", self.pad),
             ("whole", dict.fromkeys(self.whole)),
+            ("constant", dict.fromkeys(self.constant)),
         ):
             check_names(what, paths, self._signature, self.site)
         for name, value in (
@@ -200,6 +215,8 @@ class CallSiteProbe:
         ):
             if value is not None and value <= 0:
                 raise BadInput(f"{name} = {value}: give a positive number.")
+        if self.controls not in ("now", "later"):
+            raise BadInput(f"controls = {self.controls!r}: give 'now' or 'later'.")
         if self.max_share is not None and not 0 < self.max_share <= 1:
             raise BadInput(f"max_share = {self.max_share}: give a share above 0 and up to 1, such as 0.02.")
         if not 0 <= self.probability <= 1:
@@ -234,6 +251,7 @@ class CallSiteProbe:
         self.target.remove()
         self._installed = False
         self._settle()
+        self.run_controls()
         if self._log is not None:
             self._log.flush()
 
@@ -265,8 +283,17 @@ class CallSiteProbe:
         spent = self.seconds - self._spent
         # A sample is taken to cost what the last one without controls did.
         within = not self.sampled or spent + self._last <= self.max_share * (time.perf_counter() - self._begun - spent)
-        self.passed_over += not within
+        if not within:
+            self._pass_over(f"the probe takes no more than {self.max_share:.1%} of the time")
         return within
+
+    def _pass_over(self, reason: str) -> None:
+        self.passes[reason] = self.passes.get(reason, 0) + 1
+
+    @property
+    def passed_over(self) -> int:
+        """Calls that were to be sampled and were not, to keep to a limit; ``passes`` has them by reason."""
+        return sum(self.passes.values())
 
     # -- one sampled call ----------------------------------------------------------------------------------------------
 
@@ -279,11 +306,11 @@ class CallSiteProbe:
         self._settle()
         try:
             call = self._binder.bind(args, kwargs)
-            snapshot = Snapshot(call, self.whole, self.max_bytes)
         except TypeError:  # wrong arguments: the function says so itself, in its own words
             return function(*args, **kwargs)
-        except CannotCopy as error:
-            self._refuse(str(error))
+        snapshot = self._copied(call)
+        if snapshot is None:
+            self.seconds += time.perf_counter() - started
             return function(*args, **kwargs)
         random_state, kept = RandomState(), KeptState(self.state)
         self.seconds += time.perf_counter() - started
@@ -291,48 +318,144 @@ class CallSiteProbe:
         result = function(*args, **kwargs)
 
         started = time.perf_counter()
-        after, after_random = KeptState([*self.state, result]), RandomState()
 
         def again(call: Call) -> Any:
             kept.restore()
             random_state.restore()
             return call.run(function)
 
-        self._thread.busy = True
+        taken = Taken(number, self.sampled, again, snapshot, {})
+        controlled = self.controls == "now" and self._wants_controls(taken.turn)
         self.sampled += 1
-        controlled = self._wants_controls()
         try:
-            self._study(again, number, snapshot, result, after, controlled)
+            if self.controls == "later":
+                self._keep_for_later(taken, kept, result)
+            else:
+                self._control_now(taken, result)
         except Exception as error:  # whatever goes wrong in the probe stays there: the engine has its result
             self._failed(number, error)
+        self.seconds += time.perf_counter() - started
+        if not controlled:
+            self._last = self.seconds - spent
+        return result
+
+    def _copied(self, call: Call) -> Snapshot | None:
+        """The call's arguments as they are before it runs, or None where it is not to be sampled, for a reason kept."""
+        try:
+            if self.controls == "now":
+                return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
+            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, self.whole)
+        except NoRoom:
+            self._pass_over_full()
+        except CannotCopy as error:
+            self._refuse(str(error))
+        except Exception as error:  # no memory left, for one
+            self._refuse(f"the arguments could not be copied: {type(error).__name__}: {error}")
+        return None
+
+    def _control_now(self, taken: Taken, result: Any) -> None:
+        after, after_random = KeptState([*self.state, result]), RandomState()
+        taken.results = {path: after.copy_of(t) for path, t in tensors(result)}
+        self._thread.busy = True
+        try:
+            self._study(taken, after)
         finally:
             # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
             after.restore(unasked=bool(self._unread))
             after_random.restore()
             self._thread.busy = False
-            self.seconds += time.perf_counter() - started
-            if not controlled:
-                self._last = self.seconds - spent
-        return result
 
-    def _study(
-        self, again: Callable, number: int, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
-    ) -> None:
+    # -- controls made later -------------------------------------------------------------------------------------------
+
+    def _keep_for_later(self, taken: Taken, kept: KeptState, result: Any) -> None:
+        taken.snapshot.keep_after()
+        results = dict(tensors(result))
+        taken.results = {path: values_of(t).clone() for path, t in results.items()}
+        nbytes = taken.snapshot.nbytes + kept.nbytes + sum([t.nbytes for t in taken.results.values()])
+        if self._backlog.nbytes + nbytes > self.max_bytes:
+            self.sampled -= 1
+            self._pass_over_full()
+        else:
+            self._backlog.add(Waiting(taken, kept, Surroundings(), nbytes), results.values())
+
+    def _pass_over_full(self) -> None:
+        self._pass_over(
+            f"the copies kept until run_controls() is called may take {self.max_bytes:,} bytes in all (max_bytes)"
+        )
+
+    def run_controls(self, seconds: float | None = None) -> int:
+        """Make the replays, controls and checks of samples that wait for them, the oldest first; returns of how many.
+
+        To be called where the engine makes no calls: between requests, or when it idles. Waits for the device. After
+        ``seconds`` the rest is left waiting. Afterwards the engine's random state, ``state`` and what is left of its
+        results are as they were before.
+
+        The replays have copies of the arguments as they were, but what the call read beside tensors in its arguments,
+        or what is named ``constant``, may have changed since: weights loaded anew, a buffer that is not in ``state``,
+        an object that is neither tensor nor container. Nothing shows that by itself (kernels write without leaving a
+        version). The identical re-run does: it then gives other bits than the call gave, `rerun` is said to be variant
+        and every other axis inconclusive, since what differs there may be the ground and not the batch. Where only rows
+        that are not watched differ, the sample is refused. What the identical call does not read, but a replay of
+        another batch does, no re-run can vouch for: do not name that ``constant``.
+        """
+        if not self._backlog or _unsafe():
+            return 0
+        started, done, devices = time.perf_counter(), 0, self._backlog.devices()
+        settle(devices)
         try:
-            sample = self._sample(again, snapshot, result, after, controlled)
+            random_state, engine = RandomState(), self._backlog.engines_own(self.state, self.max_bytes)
+        except Exception as error:  # where the engine's own cannot be kept safe, nothing is replayed
+            self._give_up(error)
+            return 0
+        settle(devices)
+        self._thread.busy = True
+        try:
+            while self._backlog and (seconds is None or time.perf_counter() - started < seconds):
+                waiting, done = self._backlog.take(), done + 1
+                try:
+                    with waiting.surroundings.entered():
+                        self._study(waiting.taken, None)
+                        self._settle()
+                except Exception as error:
+                    self._failed(waiting.taken.number, error)
+        finally:
+            settle(devices)
+            engine.restore()
+            random_state.restore()
+            settle(devices)
+            self._thread.busy = False
+            self.control_seconds += time.perf_counter() - started
+        return done
+
+    def _give_up(self, error: Exception) -> None:
+        reason = f"no controls were made: {type(error).__name__}: {error}"
+        while self._backlog:
+            self._refuse(reason)
+            self._record_refused(self._backlog.take().taken.number, reason)
+
+    # -- one sample's replays ------------------------------------------------------------------------------------------
+
+    def _study(self, taken: Taken, after: KeptState | None) -> None:
+        """Make a sample's replays and controls. after: what they may write over, to be put back after them."""
+        number, controlled = taken.number, self._wants_controls(taken.turn)
+        try:
+            sample = self._sample(taken, controlled)
         except CannotSlice as error:
             self._refuse(str(error))
             self._record_refused(number, str(error))
             return
         axes = [axis for axis in self.axes if axis != "rerun"]
         if self.spread and axes:
-            axes = [axes[(self.sampled - 1) % len(axes)]]
-        sizes = self._row_sizes(sample) if {"composition", "padding"} & set(axes) else None
+            axes = [axes[taken.turn % len(axes)]]
+        sizes = sample.batch.sizes(self.lengths) if {"composition", "padding"} & set(axes) else None
         planner = Planner(sample.count, sample.watched, sizes, bool(self.pad), self._draw)
         flips = _flips(sample) if controlled else []
         sensitive = self._everything_overwritten(sample, planner) if controlled else None
         # The identical re-run is made whether it was asked for or not: it is the negative control of all the others.
-        replayed = [(axis, *self._axis(sample, planner, axis)) for axis in ("rerun", *axes)]
+        rerun, notes = self._axis(sample, planner, "rerun")
+        replayed = [("rerun", rerun, notes)]
+        for axis in axes:
+            replayed.append((axis, *(self._axis(sample, planner, axis) if rerun else ([], [_NO_RERUN]))))
         if not controlled and not self.checks and not self.state:
             # Nothing here needs the answers yet: they are read when the next call is sampled, and wait for nothing.
             sample.questions.send()
@@ -340,10 +463,12 @@ class CallSiteProbe:
             self._unread.append(lambda: self._finish(asked, number, replayed, sensitive, flips, controlled))
             return
         # All replays are done: with their answers comes whether they have written over the engine's own tensors.
-        after.ask(sample.questions)
+        if after is not None:
+            after.ask(sample.questions)
         records = self._finish(sample, number, replayed, sensitive, flips, controlled)
-        for check in self.checks:
-            after.forget()
+        for check in self.checks if records else ():
+            if after is not None:
+                after.forget()
             self._run_check(check, sample, number, repeatable=not records[0]["rows_differ"])
 
     def _finish(
@@ -355,10 +480,15 @@ class CallSiteProbe:
         flips: list[tuple[Comparison, int]],
         controlled: bool,
     ) -> list[dict]:
-        """Read a sample's answers and keep its records."""
-        if any(sample.questions.answer(question)[0] for question in sample.unchanging):
+        """Read a sample's answers and keep its records, which it gives unless the sample says nothing after all."""
+        reason, answer = None, sample.questions.answer
+        if any([answer(question)[0] for question in sample.unchanging]):
             self._unchanged = 0
-            reason = "the call changed an argument, which those before it had only read: it was replayed as if it did not"
+            reason = "the call changed an argument that those before it had only read: it was replayed as if it did not"
+        for rerun in replayed[0][1]:
+            if any([answer(q)[0] for q in rerun.anywhere]) and not any(rerun.comparison.differing()):
+                reason = "the identical call, made later, gave other bits in rows not watched: its ground has moved"
+        if reason:
             self._refuse(reason)
             self._record_refused(number, reason)
             return []
@@ -387,64 +517,24 @@ class CallSiteProbe:
         self._refuse(f"the probe failed on the call: {type(error).__name__}: {error}")
         self._record_refused(number, f"the probe failed: {type(error).__name__}: {error}")
 
-    def _wants_controls(self) -> bool:
-        n = self.sampled - 1
-        return n % self.controls_every == 0 or not self._controlled and self.sampled & n == 0
+    def _wants_controls(self, turn: int) -> bool:
+        return turn % self.controls_every == 0 or not self._controlled and (turn + 1) & turn == 0
 
-    def _sample(
-        self, again: Callable, snapshot: Snapshot, result: Any, after: KeptState, controlled: bool
-    ) -> _Sample:
-        questions, unchanging, changed = Questions(), [], []
-        if self._unchanged >= ONLY_READ and not self.state and not controlled:
+    def _sample(self, taken: Taken, controlled: bool) -> _Sample:
+        snapshot, questions, unchanging, changed = taken.snapshot, Questions(), [], []
+        if self.controls == "now" and self._unchanged >= ONLY_READ and not self.state and not controlled:
             unchanging = snapshot.ask_changes(questions)
         else:
             changed = snapshot.note_changes()
             self._unchanged = 0 if changed else self._unchanged + 1
-        call = snapshot.fresh_call()  # as it was before it ran: the real call may have moved its lengths on
-        layouts = {path: layout for path, layout in self.batch_args.items() if call.has(path)}
-        if not layouts:
-            raise CannotSlice(f"none of batch_args ({', '.join(self.batch_args)}) was given in this call")
-        offsets = {
-            path: call.get(path).tolist()
-            for path, layout in layouts.items()
-            if isinstance(layout, Prefix) and isinstance(call.get(path), torch.Tensor)
-        }
-        counts = {}
-        for path, layout in layouts.items():
-            try:
-                rows = layout.count(call.get(path), offsets)
-            except CannotSlice as error:
-                raise CannotSlice(f"argument {path!r} {error}") from None
-            if rows is not None:
-                counts[path] = rows
-        layouts = {path: layouts[path] for path in counts}
-        if not counts:
-            raise CannotSlice("every argument named in batch_args is shared by all rows")
-        count = next(iter(counts.values()))
-        for path, rows in counts.items():
-            if rows != count:
-                first = next(iter(counts))
-                raise CannotSlice(f"argument {path!r} has {rows} rows where {first!r} has {count}")
-        if count == 0:
-            raise CannotSlice("the batch is empty")
-        watched = self._watched(count)
-        results = self._results(result, snapshot.real, changed)
-        result_layouts = self._result_layouts(results, snapshot.real, layouts, offsets, count)
-        kept = {label: after.copy_of(t) for label, t in results.items()}
-        kept = {label: values_of(results[label]).clone() if t is None else t for label, t in kept.items()}
+        batch = Batch.of(snapshot.before, self.batch_args)
+        watched = self._watched(batch.count)
+        results = self._results(taken.results, snapshot.real, changed)
+        layouts = batch.result_layouts(results, snapshot.real, self.outputs)
+        for path in changed:
+            results[f"argument.{path}"] = values_of(results[f"argument.{path}"]).clone()
         return _Sample(
-            again,
-            questions,
-            snapshot,
-            call,
-            layouts,
-            offsets,
-            count,
-            changed,
-            kept,
-            result_layouts,
-            watched,
-            unchanging,
+            taken.again, questions, snapshot, batch, batch.count, changed, results, layouts, watched, unchanging
         )
 
     def _watched(self, count: int) -> list[int]:
@@ -464,53 +554,6 @@ class CallSiteProbe:
             by_path = dict(tensors(call.flat()))
             found.update({f"argument.{path}": by_path[path] for path in changed})
         return found
-
-    def _result_layouts(
-        self,
-        results: Mapping[str, torch.Tensor],
-        call: Call,
-        layouts: Mapping[str, Layout],
-        offsets: Mapping,
-        count: int,
-    ) -> dict[str, Layout | None]:
-        found = {}
-        for label, t in results.items():
-            kind, _, path = label.partition(".")
-            if kind == "argument":
-                # A cache written in place belongs to no row in particular: only an identical re-run compares it.
-                found[label] = next((layout for name, layout in layouts.items() if call.get(name) is t), None)
-            elif path in self.outputs:
-                found[label] = as_layout(self.outputs[path]) if self.outputs[path] is not None else None
-            else:
-                found[label] = self._guess(path, t, layouts, offsets, count)
-        if not any(layout is not None for layout in found.values()):
-            raise CannotSlice("the call neither returned nor changed a tensor that carries the batch")
-        return found
-
-    def _guess(self, path: str, t: torch.Tensor, layouts: Mapping[str, Layout], offsets: Mapping, count: int) -> Layout:
-        for layout in layouts.values():
-            if isinstance(layout, Flat) and t.dim() and t.shape[0] == offsets[layout.by][-1]:
-                return Flat(layout.by, 0)
-        if t.dim() and t.shape[0] == count:
-            return Rows(0)
-        fitting = [d for d in range(t.dim()) if t.shape[d] == count]
-        if len(fitting) == 1:
-            return Rows(fitting[0])
-        where = f"output {path!r}" if path else "the output"
-        raise CannotSlice(
-            f"{where} of shape {tuple(t.shape)} has {'several dimensions' if fitting else 'no dimension'} of {count} rows: say in `outputs` which it is, or None to leave it out"
-        )
-
-    def _row_sizes(self, sample: _Sample) -> list[int] | None:
-        if self.lengths is not None and self.lengths in sample.layouts:
-            value = sample.before.get(self.lengths)
-            if isinstance(sample.layouts[self.lengths], Prefix):
-                ends = sample.offsets[self.lengths]
-                return [b - a for a, b in zip(ends, ends[1:])]
-            return [int(x) for x in (value.flatten().tolist() if isinstance(value, torch.Tensor) else value)]
-        for ends in sample.offsets.values():
-            return [b - a for a, b in zip(ends, ends[1:])]
-        return None
 
     # -- replays -------------------------------------------------------------------------------------------------------
 
@@ -549,7 +592,7 @@ class CallSiteProbe:
             "replays": len(done),
             "rows_unmoved": total.rows_unmoved,
             "differ_unmoved": total.differ_unmoved,
-            "occurred": sum(r.really or any(answer(number)[0] for number in r.written) for r in done),
+            "occurred": sum([r.really or any([answer(number)[0] for number in r.written]) for r in done]),
             "witness": any(witnesses) if witnesses else None,
             "elements": total.elements,
             "elements_differ": total.elements_differ,
@@ -558,9 +601,12 @@ class CallSiteProbe:
         }
 
     def _replay(self, sample: _Sample, replay: Replay, axis: str) -> _Replayed:
-        call, offsets, really, written = self._build(sample, replay, axis)
-        result = sample.again(call)
-        results = self._results(result, call, sample.changed)
+        call = sample.snapshot.fresh_call()
+        if axis == "rerun":
+            built = Built(call, sample.batch.offsets, True, [])
+        else:
+            built = self._builder.build(sample.batch, call, replay, sample.questions)
+        results = self._results(sample.again(built.call), built.call, sample.changed)
         before, after = [], []
         for label, t in sample.results.items():
             layout = sample.result_layouts[label]
@@ -571,56 +617,18 @@ class CallSiteProbe:
                 continue
             if label not in results:
                 raise ShapeChanged(f"the replay gave no {label}")
-            before.append(layout.parts(t, replay.rows, sample.offsets))
-            after.append(
-                [
-                    _cropped(new, old) if replay.widened else new
-                    for old, new in zip(before[-1], layout.parts(results[label], replay.watched, offsets))
-                ]
-            )
+            before.append(layout.parts(t, replay.rows, sample.batch.offsets))
+            after.append(layout.parts(results[label], replay.watched, built.offsets))
+            if replay.widened:
+                after[-1] = [_cropped(new, old) for old, new in zip(before[-1], after[-1])]
         witness = None
         if self.witness is not None:
-            witness = self.witness(call.flat()) != self.witness(sample.snapshot.real.flat())
-        return _Replayed(Comparison(before, after, replay.moved, sample.questions), really, written, witness)
-
-    def _build(self, sample: _Sample, replay: Replay, axis: str) -> tuple[Call, dict, bool, list[int]]:
-        """The replay's arguments, its prefix sums, whether its batch is another than the call's, and the questions
-        whether values written over change bits.
-        """
-        call = sample.snapshot.fresh_call()
-        if axis == "rerun":
-            return call, sample.offsets, True, []
-        offsets = {path: taken_offsets(ends, replay.index) for path, ends in sample.offsets.items()}
-        taken: dict[int, Any] = {}
-        changes: dict[str, Any] = {}
-        really, written = replay.index != tuple(range(sample.count)), []
-        for path, layout in sample.layouts.items():
-            value = call.get(path)
-            # The same tensor given twice (out= that is an input) stays one tensor.
-            if id(value) not in taken:
-                new = layout.take(value, replay.index, sample.offsets)
-                if self._holds_contents(path, layout, new):
-                    if replay.overwritten:
-                        written.append(sample.questions.ask(_overwritten(new, layout, replay, offsets)))
-                    if replay.padded:
-                        _blank(new, layout, replay.padded, offsets)
-                taken[id(value)] = new
-            changes[path] = taken[id(value)]
-        if replay.widened:
-            for path, dim in self.pad.items():
-                changes[path] = _widened(changes.get(path, call.get(path)), dim)
-                really = True
-        call = call.replace(changes)
-        fresh = {path: _make(*maker, call.flat()) for path, maker in self._makers.items() if call.has(path)}
-        return call.replace(fresh) if fresh else call, offsets, really, written
-
-    def _holds_contents(self, path: str, layout: Layout, value: Any) -> bool:
-        """Whether the argument has values of each row's own that may be others."""
-        if not isinstance(value, torch.Tensor) or isinstance(layout, Prefix) or not value.numel():
-            return False
-        if isinstance(layout, Rows) and value.stride(layout.dim) == 0 and value.shape[layout.dim] > 1:
-            return False  # one memory for all rows
-        return value.dtype.is_floating_point or path in self.values
+            witness = self.witness(built.call.flat()) != self.witness(sample.snapshot.real.flat())
+        anywhere = []
+        if axis == "rerun" and self.controls == "later":
+            anywhere = [sample.questions.ask(differs(t, results[label])) for label, t in sample.results.items()]
+        comparison = Comparison(before, after, replay.moved, sample.questions)
+        return _Replayed(comparison, built.really, built.written, witness, anywhere)
 
     def _everything_overwritten(self, sample: _Sample, planner: Planner) -> _Replayed | None:
         """The positive control: watched rows must change when their own values do."""
@@ -639,12 +647,12 @@ class CallSiteProbe:
             results = self._results(sample.again(call), call, sample.changed)
             labels = [label for label, layout in sample.result_layouts.items() if layout is not None]
             parts = [
-                [sample.result_layouts[k].parts(r[k], range(sample.count), sample.offsets) for k in labels]
+                [sample.result_layouts[k].parts(r[k], range(sample.count), sample.batch.offsets) for k in labels]
                 for r in (sample.results, results)
             ]
             return compare_rows(*parts, [False] * sample.count)
 
-        record = run_check(check, CheckContext(sample.before, number, sample.count, repeatable, replay))
+        record = run_check(check, CheckContext(sample.snapshot.fresh_call(), number, sample.count, repeatable, replay))
         self._check_records.append({**record, "site": self.site})
         if self._log is not None:
             self._log.append([{"kind": "check", **record, "site": self.site}])
@@ -681,7 +689,9 @@ class CallSiteProbe:
         self._keep([{**empty, "axis": axis} for axis in dict.fromkeys(("rerun", *self.axes))])
 
     def records(self) -> pd.DataFrame:
-        """All that was recorded, a row per sampled call and axis, the control re-run included."""
+        """All that was recorded, a row per sampled call and axis, the control re-run included; nothing yet of samples
+        that wait for ``run_controls``.
+        """
         self._settle()
         return pd.DataFrame(self._records, columns=RECORD)
 
@@ -691,11 +701,18 @@ class CallSiteProbe:
         return records.loc[records["axis"].isin(self.axes), FRAME].reset_index(drop=True)
 
     def explain(self) -> pd.DataFrame:
-        """The verdict of each axis with its reason, counts and interval; see ``verdicts``."""
+        """The verdict of each axis with its reason, counts and interval; see ``verdicts``. Reasons end in what calls
+        were passed over for, and in how many samples wait for ``run_controls``.
+        """
         found = verdicts(self.records(), self.axes)
         if self.refusals:
             reasons = "; ".join(f"{reason} ({n} calls)" for reason, n in self.refusals.items())
             found.loc[found["calls"] == 0, "reason"] = reasons
+        told = [f"{n} calls passed over: {reason}" for reason, n in self.passes.items()]
+        if self._backlog:
+            told.append(f"{len(self._backlog)} samples wait for run_controls()")
+        if told:
+            found["reason"] += f" ({'; '.join(told)})"
         return found
 
     def verdict(self) -> dict[str, str]:
@@ -719,23 +736,6 @@ def _unsafe() -> str | None:
     return None
 
 
-def _make(maker: Callable, signature: inspect.Signature | None, arguments: Mapping[str, Any]) -> Any:
-    """Call a metadata maker with the arguments that it names."""
-    needed = list(signature.parameters.values()) if signature is not None else []
-    if any(p.kind is p.VAR_KEYWORD for p in needed):
-        return maker(**arguments)
-    if (
-        len(needed) == 1
-        and needed[0].name not in arguments
-        and needed[0].default is needed[0].empty
-        and needed[0].kind is not needed[0].VAR_POSITIONAL
-    ):
-        return maker(dict(arguments))
-    return maker(
-        **{p.name: arguments[p.name] for p in needed if p.name in arguments and p.kind is not p.VAR_POSITIONAL}
-    )
-
-
 def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
     """Comparisons of each result with itself and with one bit flipped in one row, with the number of rows that must
     differ: a comparison that sees it could not then miss a difference.
@@ -745,7 +745,7 @@ def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
         layout = sample.result_layouts[label]
         if layout is None:
             continue
-        rows = layout.parts(t, sample.watched, sample.offsets)
+        rows = layout.parts(t, sample.watched, sample.batch.offsets)
         filled = [i for i, part in enumerate(rows) if part.numel()]
         if not filled:
             continue
@@ -757,51 +757,9 @@ def _flips(sample: _Sample) -> list[tuple[Comparison, int]]:
     return found
 
 
-def _overwritten(new: torch.Tensor, layout: Layout, replay: Replay, offsets: Mapping) -> torch.Tensor:
-    """Write other values over the rows whose contents are to change; whether any bit changed, bool [] on the device.
-
-    Integers cannot be rescaled: a row gets its neighbour's, where the shapes allow.
-    """
-    old = new.clone()
-    floating = new.dtype.is_floating_point
-    if isinstance(layout, Rows):
-        rows = old.movedim(layout.dim, 0)
-        new.movedim(layout.dim, 0).copy_(other_values(rows) if floating else rows.roll(-1, 0))
-        kept = [p for p in range(len(rows)) if p not in replay.overwritten]
-        for part, values in zip(layout.parts(new, kept, offsets), layout.parts(old, kept, offsets)):
-            part.copy_(values)
-    else:
-        olds = layout.parts(old, range(len(replay.index)), offsets)
-        for p, part in zip(replay.overwritten, layout.parts(new, replay.overwritten, offsets)):
-            other = olds[(p + 1) % len(olds)]
-            part.copy_(other if not floating and other.shape == part.shape else other_values(olds[p][None])[0])
-    return differs(new, old)
-
-
-def _blank(new: torch.Tensor, layout: Layout, padded: Sequence[int], offsets: Mapping) -> None:
-    """Zeros over rows that are padding, which are the last ones."""
-    if isinstance(layout, Rows):
-        new.narrow(layout.dim, padded[0], len(padded)).zero_()
-    else:
-        for part in layout.parts(new, padded, offsets):
-            part.zero_()
-
-
 def _cropped(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """The leading part of ``new`` that has the shape of ``old``: widened arguments may widen the result."""
     for dim in range(min(new.dim(), old.dim())):
         if new.shape[dim] > old.shape[dim]:
             new = new.narrow(dim, 0, old.shape[dim])
-    return new
-
-
-def _widened(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor with zeros appended along ``dim``, to the next power of two beyond its size."""
-    shape = list(value.shape)
-    shape[dim] = 1 << value.shape[dim].bit_length()
-    steps, step = [0] * len(shape), 1
-    for d in reversed(range(len(shape))):
-        steps[d], step = step, step * max(shape[d], 1)
-    new = strided(shape, steps, value.dtype, value.device).zero_()
-    new.narrow(dim, 0, value.shape[dim]).copy_(value)
     return new

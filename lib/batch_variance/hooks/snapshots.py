@@ -8,19 +8,23 @@ and torch is kept. What differs from its copy is asked of the device with as few
 import ctypes
 import random
 from itertools import islice
-from typing import Any, Iterable
+from typing import Any, Collection, Iterable, Mapping
 
 import numpy as np
 import torch
 
 from .calls import Call, map_tensors, tensors
-from .layouts import ALIGNMENT, strided
+from .layouts import extent, misplacement, strided
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CannotCopy(Exception):
     """An argument cannot be copied; the message says which one and why."""
+
+
+class NoRoom(Exception):
+    """The copies are more than there is room for now."""
 
 
 def values_of(x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +37,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     x = values_of(x)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.contiguous().view(_WORD[x.element_size()])
+    x, word = x.contiguous(), _WORD[x.element_size()]
+    return x if x.dtype is word else x.view(word)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -44,6 +49,11 @@ def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether any bit differs, as bool [] on ``a``'s device: the answer that ``same_bits`` would wait for."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.ones((), dtype=torch.bool)
+    return other_bits(a, b)
+
+
+def other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``differs`` of tensors of one shape and dtype."""
     return (bits(a) != bits(b)).any()
 
 
@@ -68,6 +78,7 @@ class Questions:
         """Ask the devices for all that is unread; nothing more can be asked. Waits only where memory is the host's."""
         for device, flags in self._unread().items():
             if device.type == "cuda":
+                flags = in_one(flags)
                 answers = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -75,61 +86,92 @@ class Questions:
 
     def answer(self, number: int) -> list[bool]:
         if number >= len(self._answers):
-            values = {}
+            values = {device: in_one(flags).tolist() for device, flags in self._unread().items()}
             for device, (answers, event) in self._sent.items():
                 event.synchronize()
-                values[device] = iter(answers.tolist())
-            values |= {device: iter(flags.tolist()) for device, flags in self._unread().items()}
+                values[device] = answers.tolist()
+            values = {device: iter(flags) for device, flags in values.items()}
             unread = self._flags[len(self._answers) :]
             self._answers += [list(islice(values[flags.device], flags.numel())) for flags in unread]
         return self._answers[number]
 
-    def _unread(self) -> dict[torch.device, torch.Tensor]:
-        """Unread flags, those of a device in one tensor."""
+    def _unread(self) -> dict[torch.device, list[torch.Tensor]]:
+        """Unread flags of each device that was not asked for them yet."""
         unread: dict[torch.device, list[torch.Tensor]] = {}
         for flags in self._flags[len(self._answers) :]:
             unread.setdefault(flags.device, []).append(flags)
-        return {device: torch.hstack(flags) for device, flags in unread.items() if device not in self._sent}
+        return {device: flags for device, flags in unread.items() if device not in self._sent}
+
+
+def in_one(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Flags, bool [N] or [] each, one after another."""
+    return torch.hstack(flags) if any([t.dim() for t in flags]) else torch.stack(flags)
 
 
 class Snapshot:
-    """Copies of a call's tensor arguments as they were before it ran. ``real`` is the call itself, with the engine's
-    tensors.
+    """Copies of a call's tensor arguments as they were before it ran, which ``before`` holds and nobody writes.
+    ``real`` is the call itself, with the engine's tensors, until ``keep_after`` puts copies in their place.
 
-    ``whole`` names arguments that are passed on as they are: too large to copy, and only read.
-    Raises CannotCopy for a tensor without plain memory, or when more than ``max_bytes`` would be copied.
+    ``whole`` names arguments that are passed on as they are: too large to copy, and only read. ``nbytes`` is what the
+    copies take. ``only_read`` is given where replays are made later: names of arguments that the call does not change,
+    of which ``keep_after`` copies nothing. Then every torch.nn.Parameter is whole.
+    Raises CannotCopy for a tensor without plain memory, or when more than ``max_bytes`` would be copied; NoRoom when
+    it is more than ``room``.
     """
 
-    def __init__(self, call: Call, whole: Iterable[str] = (), max_bytes: int = 2**32):
-        # The containers are copied now, the tensors in them below: a call may also set fields of its metadata.
+    def __init__(
+        self,
+        call: Call,
+        whole: Iterable[str] = (),
+        max_bytes: int = 2**32,
+        room: int | None = None,
+        only_read: Collection[str] | None = None,
+    ):
         self.real = call
-        self._kept = call.with_values({name: map_tensors(value, lambda t: t) for name, value in call.values.items()})
-        self.whole = set(whole)
+        self.whole, self._only_read, later = set(whole), only_read, only_read is not None
         self._live = [
             (path, t)
             for path, t in tensors(call.flat())
-            if path not in self.whole and path.partition(".")[0] not in self.whole
+            if not _named(path, self.whole) and not (later and _is_parameter(t))
         ]
         self._keys = [t.untyped_storage().data_ptr() or id(t) for _, t in self._live]
+        # Of each memory: first and last byte of the tensors in it, one of them, how many they are, that one's path.
         spans: dict[int, list] = {}
         for key, (path, t) in zip(self._keys, self._live):
             low, high = _span(path, t)
             if key in spans:
-                spans[key][1], spans[key][2] = min(spans[key][1], low), max(spans[key][2], high)
+                span = spans[key]
+                span[0], span[1], span[3] = min(span[0], low), max(span[1], high), span[3] + 1
             else:
-                spans[key] = [t, low, high, path]
-        total = sum(high - low for _, low, high, _ in spans.values())
-        if total > max_bytes:
-            t, low, high, path = max(spans.values(), key=lambda s: s[2] - s[1])
+                spans[key] = [low, high, t, 1, path]
+        self.nbytes = sum([span[1] - span[0] for span in spans.values()])
+        if later:
+            self.nbytes += sum([t.nbytes for path, t in self._live if not _named(path, only_read)])
+        if self.nbytes > max_bytes:
+            low, high, _, _, path = max(spans.values(), key=lambda span: span[1] - span[0])
             raise CannotCopy(
-                f"the arguments span {total:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} alone spans "
-                f"{high - low:,}; name it in `whole` if the call only reads it"
+                f"copies of the arguments take {self.nbytes:,} bytes and max_bytes is {max_bytes:,}: argument {path!r} "
+                f"alone spans {high - low:,}; name it in `whole` if the call only reads it (for controls made later: "
+                f"in `constant`, if nothing at all writes it)"
             )
-        self._copies = {
-            key: _copy(t, low, high, self._keys.count(key) == 1) for key, (t, low, high, _) in spans.items()
-        }
-        self._views = [_view(t, *self._copies[key]) for key, (_, t) in zip(self._keys, self._live)]
-        self._changed: set[int] = set()
+        if room is not None and self.nbytes > room:
+            raise NoRoom
+        self._copies = {key: _Copy(t, low, high, n == 1, later) for key, (low, high, t, n, _) in spans.items()}
+        self._views = [self._copies[key].view(t) for key, (_, t) in zip(self._keys, self._live)]
+        # What a replay is given a copy of its own of: what the call changes, and what was copied to any address.
+        self._anew = {key for key, copy in self._copies.items() if copy.misplaced}
+        # The containers are copied too: a call may also set fields of its metadata.
+        self.before = self._replaced(call, {id(t): view for (_, t), view in zip(self._live, self._views)})
+
+    def _replaced(self, call: Call, made: Mapping[int, torch.Tensor]) -> Call:
+        """The call in new containers, with the tensors of these ids replaced; arguments that are whole stay."""
+        values = {}
+        for name, value in call.values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = made.get(id(value), value)
+            else:
+                values[name] = value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
+        return call.with_values(values)
 
     def ask_changes(self, questions: Questions) -> list[int]:
         """After the real call: ask of each argument whether its bits were changed."""
@@ -141,61 +183,93 @@ class Snapshot:
         changed = [questions.answer(number)[0] for number in self.ask_changes(questions)]
         if not any(changed):
             return []
-        self._changed = {key for key, other in zip(self._keys, changed) if other}
+        self._anew |= {key for key, other in zip(self._keys, changed) if other}
         return [path for (path, _), other in zip(self._live, changed) if other]
+
+    def keep_after(self) -> None:
+        """After the real call: copy its arguments as they are now, so that nothing here is the engine's any more."""
+        made = {}
+        for (path, t), view in zip(self._live, self._views):
+            if id(t) not in made:
+                made[id(t)] = view if _named(path, self._only_read) else values_of(t).clone()
+        self.real = self._replaced(self.real, made)
+        self._live = [(path, made[id(t)]) for path, t in self._live]
 
     def fresh_call(self) -> Call:
         """The call with private tensors that hold what the real ones held before it ran."""
-        views = self._views
-        if self._changed:
-            copies = {key: (_aligned(self._copies[key][0]), self._copies[key][1]) for key in self._changed}
-            views = [
-                _view(t, *copies[key]) if key in copies else view
-                for key, (_, t), view in zip(self._keys, self._live, views)
-            ]
-        made = {id(t): view for (_, t), view in zip(self._live, views)}
-        return self._kept.with_values(
-            {
-                name: value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
-                for name, value in self._kept.values.items()
+        made = {}
+        if self._anew:
+            copies = {key: self._copies[key].again() for key in self._anew}
+            made = {
+                id(view): self._copies[key].view_in(copies[key], view)
+                for key, view in zip(self._keys, self._views)
+                if key in copies
             }
-        )
+        return self._replaced(self.before, made)
 
 
-def _in_plain_memory(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and t.device.type != "meta" and not t.is_quantized and not t.is_nested
+def _is_parameter(t: torch.Tensor) -> bool:
+    return type(t) is not torch.Tensor and isinstance(t, torch.nn.Parameter)
+
+
+def _named(path: str, names: Collection[str]) -> bool:
+    return path in names or "." in path and path.partition(".")[0] in names
+
+
+def in_plain_memory(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not (t.is_meta or t.is_quantized or t.is_nested)
 
 
 def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
-    if not _in_plain_memory(t):
+    """First and last byte of the tensor in its memory, the first moved down to an address that a new one may have."""
+    if not in_plain_memory(t):
         raise CannotCopy(f"argument {path!r} is a {t.layout} tensor on {t.device}, which has no plain memory to copy")
     start = t.storage_offset() * t.element_size()
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1 if t.numel() else 0
-    low = start - (t.untyped_storage().data_ptr() + start) % ALIGNMENT
-    return max(low, 0), start + reach * t.element_size()
+    end = start + (t.nbytes if t.is_contiguous() else extent(t.shape, t.stride()) * t.element_size())
+    return max(start - misplacement(t), 0), end
 
 
-def _copy(t: torch.Tensor, low: int, high: int, alone: bool) -> tuple[torch.Tensor, int | None]:
-    """These bytes of the tensor's memory, as uint8 at an aligned address, with the place of the first. Where they are
-    just one tensor that lies aligned and without gaps, a copy of it and None, which takes fewer operations.
+class _Copy:
+    """Bytes ``low`` to ``high`` of the memory of ``t``, which is ``alone`` where no other tensor lies in it. They keep
+    their place relative to addresses that new tensors have, or are ``misplaced``: ``later`` leaves that to ``again``.
     """
-    if alone and t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0:
-        return _aligned(values_of(t)), None
-    memory = torch.empty(0, dtype=torch.uint8, device=t.device)
-    return _aligned(memory.set_(t.untyped_storage(), low, (high - low,), (1,))), low
+
+    def __init__(self, t: torch.Tensor, low: int, high: int, alone: bool, later: bool):
+        self.plain, self.misplaced = alone and t.is_contiguous(), False  # then one tensor is all that is copied
+        if self.plain:
+            self._low, self._place = 0, misplacement(t)
+            self.misplaced = later and self._place != 0
+            self._held = _placed(values_of(t), 0 if later else self._place)
+        else:
+            self._low, self._place = low, 0
+            memory = torch.empty(0, dtype=torch.uint8, device=t.device)
+            self._held = _placed(memory.set_(t.untyped_storage(), low, (high - low,), (1,)), 0)
+
+    def view(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor as it lies in the copy."""
+        return self._held if self.plain else _viewed(self._held, t, t.storage_offset() * t.element_size() - self._low)
+
+    def again(self) -> torch.Tensor:
+        """The bytes copied once more, to their place."""
+        return _placed(self._held, self._place)
+
+    def view_in(self, other: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """What ``view`` is of this copy, of another one that ``again`` made."""
+        start = view.storage_offset() * view.element_size() - self._held.storage_offset()
+        return other if self.plain else _viewed(other, view, start)
 
 
-def _aligned(source: torch.Tensor) -> torch.Tensor:
-    return strided(source.shape, source.stride(), source.dtype, source.device).copy_(source)
+def _placed(source: torch.Tensor, place: int) -> torch.Tensor:
+    if not place and source.is_contiguous():
+        return source.clone()
+    return strided(source.shape, source.stride(), source.dtype, source.device, place).copy_(source)
 
 
-def _view(t: torch.Tensor, copy: torch.Tensor, low: int | None) -> torch.Tensor:
-    """The tensor as it lies in a copy that ``_copy`` made."""
-    if low is None:
-        return copy
-    offset = copy.storage_offset() + t.storage_offset() * t.element_size() - low
-    new = torch.empty(0, dtype=t.dtype, device=t.device)
-    return new.set_(copy.untyped_storage(), offset // t.element_size(), t.shape, t.stride())
+def _viewed(memory: torch.Tensor, like: torch.Tensor, start: int) -> torch.Tensor:
+    """A tensor like another one in uint8 memory, from byte ``start`` of it."""
+    new = torch.empty(0, dtype=like.dtype, device=like.device)
+    offset = (memory.storage_offset() + start) // like.element_size()
+    return new.set_(memory.untyped_storage(), offset, like.shape, like.stride())
 
 
 class RandomState:
@@ -203,7 +277,8 @@ class RandomState:
     longer to set one back than to see that it has not moved, it is looked at first."""
 
     def __init__(self):
-        self._python, self._numpy, self._torch = random.getstate(), _NumpyState.now(), torch.get_rng_state()
+        self._python, self._numpy = random.getstate(), _NumpyState.now()
+        self._torch = torch.default_generator.get_state()
         self._cuda = [
             (generator, generator.get_state(), _place(generator))
             for generator in (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
@@ -212,7 +287,7 @@ class RandomState:
     def restore(self) -> None:
         random.setstate(self._python)
         self._numpy.restore()
-        torch.set_rng_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         for generator, state, place in self._cuda:
             if _place(generator) != place:
                 generator.set_state(state)
@@ -266,17 +341,24 @@ class KeptState:
     """
 
     def __init__(self, objects: Iterable[Any]):
-        self._tensors = [t for one in objects for t in _tensors_of(one) if _in_plain_memory(t)]
-        self._kept = [values_of(t).clone() for t in self._tensors]
+        self.tensors = list({id(t): t for one in objects for t in _tensors_of(one) if in_plain_memory(t)}.values())
+        self._kept = [values_of(t).clone() for t in self.tensors]
         self._asked: tuple[Questions, list[int]] | None = None
 
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The copy that was made of this very tensor, if there is one."""
-        return next((kept for t, kept in zip(self._tensors, self._kept) if t is tensor), None)
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for kept in self._kept)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy that was made of this very tensor, or one made now where it has no plain memory to be put back."""
+        for t, kept in zip(self.tensors, self._kept):
+            if t is tensor:
+                return kept
+        return values_of(tensor).clone()
 
     def ask(self, questions: Questions) -> None:
         """Ask now what has changed, among other questions; ``restore`` then goes by the answers."""
-        self._asked = questions, [questions.ask(differs(t, kept)) for t, kept in zip(self._tensors, self._kept)]
+        self._asked = questions, [questions.ask(differs(t, kept)) for t, kept in zip(self.tensors, self._kept)]
 
     def forget(self) -> None:
         """The answers no longer hold: what may have changed since is asked anew."""
@@ -284,18 +366,18 @@ class KeptState:
 
     def restore(self, unasked: bool = False) -> None:
         """unasked: write all bits back without asking which have changed; then nothing is waited for."""
-        if not self._tensors:
+        if not self.tensors:
             return
         if unasked:
             self.forget()
-            for t, kept in zip(self._tensors, self._kept):
+            for t, kept in zip(self.tensors, self._kept):
                 _write(t, kept)
             return
         if self._asked is None:
             self.ask(Questions())
         questions, numbers = self._asked
         self.forget()
-        for number, t, kept in zip(numbers, self._tensors, self._kept):
+        for number, t, kept in zip(numbers, self.tensors, self._kept):
             if questions.answer(number)[0]:
                 _write(t, kept)
 

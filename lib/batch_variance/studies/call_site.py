@@ -359,19 +359,26 @@ def recorded_summary() -> pd.DataFrame:
 
 def recorded_cost() -> pd.DataFrame:
     """What a probe in the engine cost on a GPU, a row a site and sampling: calls, sampled, run time probed over plain and
-    after the probe over plain (medians), the probe's own share of the run, ms a sample; empty where none is recorded."""
+    after the probe over plain (medians), the probe's own share of the run, ms a sample, and of its controls where they
+    were made after the load ("ms later"); empty where none is recorded."""
     path = data_path("recorded", "probe_overhead.csv")
     if not path.exists():
         return pd.DataFrame()
-    names = {"ratio": "probed over plain", "off_ratio": "after over plain", "ms_per_sample": "ms a sample"}
-    return named(pd.read_csv(path).rename(columns=names), "probe-cost")
+    names = {
+        "ratio": "probed over plain",
+        "off_ratio": "after over plain",
+        "ms_per_sample": "ms a sample",
+        "later_ms_per_sample": "ms later",
+    }
+    cost = pd.read_csv(path).rename(columns=names)
+    return named(cost if "ms later" in cost else cost.assign(**{"ms later": 0.0}), "probe-cost")
 
 
 def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
     """Whether one call in 100 costs less than ``goal`` of the engine's time, from `recorded_cost`."""
     if cost.empty:
         return "No GPU's cost of a probe is recorded."
-    row, told, limited = cost.iloc[0], [], []
+    row, told, later, limited = cost.iloc[0], [], [], []
     at = lambda text, row: cite(text, cost, site=row.site, sampling=row.sampling)  # noqa: E731
     plain = cost[cost.sampling == "re-run and solo"]
     for each in plain.rename(columns={"ms a sample": "ms"}).itertuples():
@@ -379,13 +386,20 @@ def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
             f"at `{each.site}` {at(f'{each.share:.1%}', each)} of the run ({at(f'{each.ms:.2f}', each)} ms a sample,"
             f" {at(f'{each.plain_s / each.calls * each.rounds * 1000:.2f}', each)} ms of engine a call)"
         )
+    postponed = cost[cost.sampling == "re-run and solo, later"]
+    for each in postponed.rename(columns={"ms a sample": "ms", "ms later": "ms_later"}).itertuples():
+        later.append(
+            f"{at(f'{each.share:.1%}', each)} at `{each.site}` ({at(f'{each.ms:.2f}', each)} ms a sample, and"
+            f" {at(f'{each.ms_later:.2f}', each)} ms after the load)"
+        )
     for each in cost[cost.sampling.str.endswith("at most 2%")].itertuples():
         one_in = at(f"{each.calls / max(each.sampled, 1):.0f}", each)
         limited.append(f"one call in {one_in} at `{each.site}`, {at(f'{each.share:.1%}', each)} of the run")
-    verdict = "under" if plain["share"].max() < goal else "not everywhere under"
+    held = lambda rows: "under" if rows["share"].max() < goal else "not everywhere under"  # noqa: E731
     return (
         f"Recorded on {row.gpu} ({row.date}), one call in {cite(row.every, cost)}, re-run and solo: {'; '.join(told)}. That is"
-        f" {verdict} the goal of {goal:.0%}. A sample makes two more calls, which alone are 2% of a site's own time."
+        f" {held(plain)} the goal of {goal:.0%}. A sample makes two more calls, which alone are 2% of a site's own time."
+        + (f" With its controls made later it takes {'; '.join(later)}, {held(postponed)} the goal." if later else "")
         + (f" With `max_share` = 0.02 the probe samples {'; '.join(limited)}." if limited else "")
     )
 
