@@ -5,6 +5,7 @@ each batch without a bit changing: every tuned launch is held against one progra
 """
 
 import importlib
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from .launch import WARPGROUPS, DevicePlan, Tile, Workspace, launch, programs_fo
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (1024, 8192)
 RULES = ("free-1", "free-2", "free-4", "free-8", "free-most-8", "free-most-16", "free-most-32")
-LATENT_BATCHES, LATENT_TOPK, LATENT_PAGES = (1, 8, 32, 128), 2048, 4096
-LATENT_SHAPE = f"h64 d576 topk{LATENT_TOPK} full"
+LATENT_BATCHES, LATENT_PAGES = (1, 8, 32, 128), 4096
+LATENT_SHAPES = ((64, 2048), (64, 512), (128, 2048))  # query heads, places a row
 LATENT_RULES = ("never-split", "free-4", "free-8", "free-16")
 TILES = (Tile(16, 4, 5), Tile(16, 4, 3))
 LATENT_TILES = (Tile(32, 8, 5), WARPGROUPS)
@@ -44,13 +45,13 @@ def random_inputs(pool, lengths: list[int], seed: int) -> DecodeInputs:
     return DecodeInputs(q, (cache,), 128)
 
 
-def latent_inputs(pool: torch.Tensor, batch: int, seed: int) -> DecodeInputs:
-    """64 query heads over one latent cache of 512 + 64 numbers a token, LATENT_TOPK random places a row."""
+def latent_inputs(pool: torch.Tensor, batch: int, seed: int, heads: int = 64, topk: int = 2048) -> DecodeInputs:
+    """Query heads over one latent cache of 512 + 64 numbers a token, ``topk`` random places a row."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    places = (len(pool) * PAGE, (batch, LATENT_TOPK))
+    places = (len(pool) * PAGE, (batch, topk))
     indices = torch.randint(0, *places, generator=generator, device="cuda", dtype=torch.int32)
-    lengths = torch.full((batch,), LATENT_TOPK, dtype=torch.int32, device="cuda")
-    q = torch.randn(batch, 64, 576, generator=generator, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((batch,), topk, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, heads, 576, generator=generator, device="cuda", dtype=torch.bfloat16)
     return DecodeInputs(q, (Cache(pool, None, lengths, indices=indices),), 512)
 
 
@@ -105,15 +106,15 @@ def _moved(inputs: DecodeInputs, choice: Choice, rule: str) -> bool:
     )
 
 
-def _flashmla_time(batch: int) -> float | None:
-    """FlashMLA's own time at LATENT_SHAPE, where its extension is found."""
+def _flashmla_time(batch: int, heads: int, topk: int) -> float | None:
+    """FlashMLA's own time, where its extension is found."""
     # Looked up by name: FlashMLA's adapter lies in a room above the kernels.
     flashmla = importlib.import_module("batch_variance.hooks.flashmla")
     try:
         op = flashmla.load()
     except BadInput:
         return None
-    sets = [flashmla.random_flashmla_inputs(batch, 64, 576, LATENT_TOPK, pages=LATENT_PAGES, seed=s) for s in range(2)]
+    sets = [flashmla.random_flashmla_inputs(batch, heads, 576, topk, pages=LATENT_PAGES, seed=s) for s in range(2)]
     made = [flashmla.decode(op, some)[-2:] for some in sets]
     calls = [lambda some=some, two=two: flashmla.decode(op, some, *two) for some, two in zip(sets, made)]
     return graph_microseconds(calls)
@@ -157,12 +158,13 @@ def run(folder: Path, budget_seconds: float) -> None:
     """
     start, recorder = time.time(), _Recorder(folder, Benchmark("decode"), {})
     latent = torch.randn(LATENT_PAGES, PAGE, 1, 576, device="cuda", dtype=torch.bfloat16)
-    for batch in LATENT_BATCHES:
-        sets = [latent_inputs(latent, batch, seed) for seed in range(2)]
-        recorder.point(LATENT_SHAPE, batch, sets, LATENT_RULES, batch * LATENT_TOPK * 576 * 2)
-        if theirs := _flashmla_time(batch):
-            recorder.bench.add("flashmla", "default", LATENT_SHAPE, batch, "time", "us", theirs, theirs)
-            print(f"{LATENT_SHAPE} batch {batch}: FlashMLA {theirs:.1f} us", flush=True)
+    for (heads, topk), batch in itertools.product(LATENT_SHAPES, LATENT_BATCHES):
+        shape = f"h{heads} d576 topk{topk} full"
+        sets = [latent_inputs(latent, batch, seed, heads, topk) for seed in range(2)]
+        recorder.point(shape, batch, sets, LATENT_RULES, batch * topk * 576 * 2)
+        if theirs := _flashmla_time(batch, heads, topk):
+            recorder.bench.add("flashmla", "default", shape, batch, "time", "us", theirs, theirs)
+            print(f"{shape} batch {batch}: FlashMLA {theirs:.1f} us", flush=True)
     pool = [torch.randn(POOL_PAGES, PAGE, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     cases = [
         (n, kind, b) for b in BATCHES for n in LENGTHS for kind in ("full", "ragged") if b * n <= POOL_PAGES * PAGE

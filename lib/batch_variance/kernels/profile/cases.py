@@ -32,7 +32,8 @@ from ..timing import copies
 
 GEMM_ROWS = (256, 1024, 4096)
 BATCHES, MORE_BATCHES, LENGTHS = (1, 4, 16), (2, 8, 32, 64), decode_bench.LENGTHS
-LATENT_SHAPE, LATENT_BATCH = decode_bench.LATENT_SHAPE, 128
+LATENT_HEADS, LATENT_TOPK, LATENT_BATCH = 64, 2048, 128
+LATENT_SHAPE = f"h{LATENT_HEADS} d576 topk{LATENT_TOPK} full"
 PREFILLS = ((1, 8192), (8, 1024), (1, 512), (1, 2048))
 NVFP4 = ((4096, 4096),)  # (K, N)
 NVFP4_ROWS = (1, 64)
@@ -144,7 +145,7 @@ def _grouped(batch: int, longest: int, kind: str, rule: str) -> Case:
 
 def _latent(rules):
     def inputs(seed):
-        return decode_bench.latent_inputs(_latent_pool(), LATENT_BATCH, seed)
+        return decode_bench.latent_inputs(_latent_pool(), LATENT_BATCH, seed, LATENT_HEADS, LATENT_TOPK)
 
     return [_decode(LATENT_SHAPE, LATENT_BATCH, rule, inputs, 576 * 2) for rule in rules]
 
@@ -169,7 +170,7 @@ def _flashmla() -> list[Case]:
         return []
 
     def make(_):
-        some = flashmla.random_flashmla_inputs(LATENT_BATCH, 64, 576, decode_bench.LATENT_TOPK, pages=decode_bench.LATENT_PAGES)
+        some = flashmla.random_flashmla_inputs(LATENT_BATCH, LATENT_HEADS, 576, LATENT_TOPK, pages=decode_bench.LATENT_PAGES)
         *_, metadata, splits = flashmla.decode(op, some)
         return lambda: flashmla.decode(op, some, metadata, splits)
 
