@@ -150,16 +150,32 @@ def test_the_cost_of_a_probe_is_held_against_its_goal():
         {"site": "attend", "sampling": "re-run and solo", "every": 100, "rounds": 4, "calls": 2000, "plain_s": 0.5, "share": 0.015,
          "ms a sample": 1.5, "gpu": "a GPU", "date": "a day"},
     ])
-    assert "1.5% of the run (1.50 ms a sample, 1.00 ms of engine a call)" in plain(study.cost_sentence(cost))
+    assert "1.50% of the run (1.50 ms a sample, 1.00 ms of engine a call)" in plain(study.cost_sentence(cost))
     assert "under the goal of 2%." in plain(study.cost_sentence(cost))
     assert "not everywhere under the goal of 1%." in plain(study.cost_sentence(cost, goal=0.01))
     limited = cost.assign(sampling="re-run and solo, at most 2%", calls=4000, sampled=10)
     assert "one call in 400 at `attend`" in plain(study.cost_sentence(pd.concat([cost, limited])))
     later = cost.assign(**{"sampling": "re-run and solo, later", "share": 0.012, "ms a sample": 0.19, "ms later": 2.5})
     assert (
-        "controls made later it takes 1.2% at `attend` (0.19 ms a sample, and 2.50 ms after the load), under the goal."
+        "controls made later it takes 1.20% at `attend` (0.19 ms a sample, and 2.50 ms after the load), under the goal."
         in plain(study.cost_sentence(pd.concat([cost, later])))
     )
     assert plain(study.cost_sentence(pd.DataFrame())) == "No GPU's cost of a probe is recorded."
     found = study.recorded_cost()
     assert set(found.site) == {"attend", "linear"} and not found.loc[~found.sampling.str.contains("later"), "ms later"].any()
+
+
+def test_sentences_where_nothing_differs_and_where_something_does():
+    nothing = study.named(pd.DataFrame(columns=["site", "axis", "ulp_from", "elements", "share"]), "ulp")
+    assert study.ulp_sentence(nothing) == "No element differs over all replays."
+    rows = [dict(site="s", axis="solo", ulp_from=1, elements=3, share=0.1), dict(site="s", axis="solo", ulp_from=64, elements=1, share=0.1)]
+    assert plain(study.ulp_sentence(study.named(pd.DataFrame(rows), "ulp"))).startswith(
+        "4 elements differ over all replays; 75% of them by 7 ULP or less. The rest"
+    )
+    none = study.named(pd.DataFrame(columns=["op", "introduces", "propagates"]), "vary")
+    assert study.introduced_sentence(none, None) == "No operation gives a row other bits in the batch than alone."
+    some = study.named(pd.DataFrame([dict(op="mm", introduces=2, propagates=5)]), "vary")
+    first = {"op": "mm", "module": "layer", "phase": "prefill"}
+    assert plain(study.introduced_sentence(some, first)) == (
+        "2 calls of 1 kinds bring a difference in, 5 only pass one on. The first is `mm` in `layer` (prefill)."
+    )

@@ -23,7 +23,7 @@ from ..hooks.record import recorded
 from ..hooks.subjects import PROMPTS, causal_subject
 from ..hooks.zoo import ZOO, Planted, instance
 from .parameters import StudyParameters
-from .sources import cite, named
+from .sources import cite, cite_all, named
 
 
 class Parameters(StudyParameters):
@@ -216,6 +216,28 @@ def ulp_distribution(log: pd.DataFrame) -> pd.DataFrame:
     return named(pd.DataFrame(rows, columns=["site", "axis", "ulp_from", "elements", "share"]), "ulp")
 
 
+def ulp_sentence(distribution: pd.DataFrame) -> str:
+    """How many elements differ and how far, from `ulp_distribution`."""
+    if distribution.empty:
+        return "No element differs over all replays."
+    differing = int(distribution.elements.sum())
+    small = distribution[distribution.ulp_from <= 4].elements.sum() / differing
+    text = f"{differing:,} elements differ over all replays; {small:.0%} of them by 7 ULP or less."
+    if small < 1:
+        return cite_all(text, distribution) + " The rest are mostly values near zero, where one ULP is tiny: a maximum alone would mislead."
+    return cite_all(text, distribution)
+
+
+def introduced_sentence(vary: pd.DataFrame, first: dict | None) -> str:
+    """How many calls bring a difference in, from `varying`, and the first operation that does."""
+    if vary.empty:
+        return "No operation gives a row other bits in the batch than alone."
+    brought = vary[vary.introduces > 0]
+    text = f"{int(brought.introduces.sum())} calls of {len(brought)} kinds bring a difference in, {int(vary.propagates.sum())} only pass one on. "
+    named_first = f"The first is `{first['op']}` in `{first['module']}` ({first['phase']})." if first else "None introduces one."
+    return cite_all(text, vary) + named_first
+
+
 # -- are the inputs well formed?
 # -------------------------------------------------------------------------------------------
 
@@ -383,18 +405,18 @@ def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
     plain = cost[cost.sampling == "re-run and solo"]
     for each in plain.rename(columns={"ms a sample": "ms"}).itertuples():
         told.append(
-            f"at `{each.site}` {at(f'{each.share:.1%}', each)} of the run ({at(f'{each.ms:.2f}', each)} ms a sample,"
+            f"at `{each.site}` {at(f'{each.share:.2%}', each)} of the run ({at(f'{each.ms:.2f}', each)} ms a sample,"
             f" {at(f'{each.plain_s / each.calls * each.rounds * 1000:.2f}', each)} ms of engine a call)"
         )
     postponed = cost[cost.sampling == "re-run and solo, later"]
     for each in postponed.rename(columns={"ms a sample": "ms", "ms later": "ms_later"}).itertuples():
         later.append(
-            f"{at(f'{each.share:.1%}', each)} at `{each.site}` ({at(f'{each.ms:.2f}', each)} ms a sample, and"
+            f"{at(f'{each.share:.2%}', each)} at `{each.site}` ({at(f'{each.ms:.2f}', each)} ms a sample, and"
             f" {at(f'{each.ms_later:.2f}', each)} ms after the load)"
         )
     for each in cost[cost.sampling.str.endswith("at most 2%")].itertuples():
         one_in = at(f"{each.calls / max(each.sampled, 1):.0f}", each)
-        limited.append(f"one call in {one_in} at `{each.site}`, {at(f'{each.share:.1%}', each)} of the run")
+        limited.append(f"one call in {one_in} at `{each.site}`, {at(f'{each.share:.2%}', each)} of the run")
     held = lambda rows: "under" if rows["share"].max() < goal else "not everywhere under"  # noqa: E731
     return (
         f"Recorded on {row.gpu} ({row.date}), one call in {cite(row.every, cost)}, re-run and solo: {'; '.join(told)}. That is"
