@@ -62,7 +62,9 @@ def test_weights_tuned_at_fewer_row_counts_keep_their_classes(folder):
     assert costs.by_rows(costs.against_limit("gemm"))["geometric mean"].tolist() == [0.5, 1.0, 1.0]
 
 
-def test_a_table_worked_out_by_hand(folder):
+def test_a_table_worked_out_by_hand(folder, monkeypatch):
+    assert "set" in costs.goal_sentence(pd.DataFrame(columns=["shape", "m", "ratio"]))
+    monkeypatch.setattr(costs, "GOAL_WEIGHTS", ["N1000 K2000"])
     times = [(1, 2.0, 1.0), (4096, 40.0, 50.0)]
     tuned = [(2, 1, ONE, 1.0), (2, 4096, TWO, 40.0), (2, 4096, ONE, 80.0), (1, 1, ONE, 4.0), (1, 4096, TWO, 32.0)]
     write(folder, times, tuned, [(2, 1, ONE), (2, 4096, TWO)])
@@ -152,3 +154,35 @@ def test_the_engines_extra_time_is_laid_to_the_kernels_that_take_it(folder):
     said = plain(costs.engine_sentence(found))
     assert "At concurrency 8 most of the extra device time is decode attention: 3.000 instead of 1.000 ms" in said
     assert "2.100 ms more in all" in said
+
+
+def latent_rows(*rows):
+    keys = ("kernel", "policy", "m", "value", "ratio", "commit")
+    shape = costs.LATENT_GOAL_AT[0]
+    return pd.DataFrame([dict(zip(keys, row), shape=shape, metric="time", unit="us", baseline=1.0, date={"old": "2026-01-01", "new": "2026-01-02"}[row[-1]]) for row in rows])
+
+
+def test_latent_decode_is_held_against_flashmla_of_the_same_run(folder):
+    assert costs.latent() is None and "No GPU has recorded latent" in costs.latent_sentence(None)
+    rows = [
+        ("flashmla", "default", 128, 100.0, 1.0, "new"), ("flashmla", "default", 8, 20.0, 1.0, "new"),
+        ("triton", "default", 128, 90.0, 1.0, "new"), ("triton", "invariant-never-split", 128, 95.0, 1.05, "new"),
+        ("triton", "invariant-free-8", 128, 130.0, 1.4, "new"), ("triton", "invariant-free-16", 128, 110.0, 1.2, "new"),
+        ("triton", "invariant-free-8", 8, 30.0, 1.4, "new"), ("triton", "invariant-free-4", 128, 1.0, 0.1, "old"),
+        ("flashmla", "default", 64, 50.0, 1.0, "old"), ("triton", "invariant-free-4", 64, 1.0, 0.1, "old"),
+    ]  # fmt: skip
+    latent_rows(*rows).to_csv(folder / "recorded" / "decode.csv", index=False)
+    invariant.recorded.cache_clear()
+    found = costs.latent()
+    assert list(zip(found.batch, found.rule)) == [(8, "free-8"), (128, "never-split"), (128, "free-16"), (128, "free-8")]
+    assert found["over FlashMLA"].tolist() == [1.5, 0.95, 1.1, 1.3]
+    said = plain(costs.latent_sentence(found))
+    assert "takes 1.10 to 1.50 of FlashMLA's time over 2 points" in said and "Reached: 1.10 under free-16" in said
+    assert "Missed: 1.30 under free-8" in plain(costs.latent_sentence(found[found.rule != "free-16"].pipe(costs.named, "latent")))
+
+
+def test_points_for_which_no_goal_is_set_stand_apart(folder, monkeypatch):
+    write(folder, [(1, 2.0, 1.0), (32, 1.0, 1.5)], [(1, 1, ONE, 1.0)], [(1, 1, ONE)])
+    monkeypatch.setattr(costs, "GOAL_WEIGHTS", ["N1000 K2000"])
+    said = plain(costs.goal_sentence(costs.against_limit("gemm")))
+    assert "Reached: 0.500, worst 0.500" in said and "The 1 other points, of an engine's weights, have 1.500." in said

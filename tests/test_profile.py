@@ -400,7 +400,7 @@ def write_points(folder):
         ("gemm", "invariant", "N1 K1", 8, "time", 11.4, 10.0),
     ]
     points_table("gemm", gemm).to_csv(folder / "gemm.csv", index=False)
-    latent = study.LATENT[0]
+    latent = study.costs.LATENT_GOAL_AT[0]
     decode = [
         ("triton", "invariant-free-2", "h64 kv8 d128 1024 full", 1, "time", 12.0, 10.0),
         ("triton", "invariant-free-2", "h64 kv8 d128 1024 full", 4, "time", 10.0, 10.0),
@@ -419,6 +419,8 @@ def write_points(folder):
     points_table("nvfp4", nvfp4).to_csv(folder / "nvfp4.csv", index=False)
     engine = [
         ("engine", "invariant", "e", 8, "step", 4.0, 3.0),
+        ("engine", "invariant", "e", 8, "step, CUDA graphs", 1.2, 1.0),
+        ("engine", "invariant", "e", 32, "step, CUDA graphs", 1.0, 1.0),
         ("engine", "invariant", "e", 8, "device time", 1.0, 0.9),
         ("engine", "invariant", "e", 8, "device time, matmul", 0.5, 0.42),
         ("engine", "invariant", "e", 8, "device time, other", 0.5, 0.48),
@@ -434,27 +436,28 @@ def test_the_points_that_miss_their_goal(folder):
     write_points(folder)
     points = study.goals()
     missed = study.misses(points, None)
-    assert len(points) == 2 + 2 + 1 + 1 + 3 + 2
+    assert len(points) == 2 + 2 + 1 + 1 + 3 + 2 + 2
     assert list(missed[["point", "us", "ratio", "goal"]].itertuples(index=False, name=None)) == [
         ("GEMM, N1 K1, 4 rows", 20.0, 1.333, 1.15),
         ("decode free-2, h64 kv8 d128 1024 full, batch 1", 12.0, 1.2, 1.08),
         # the fastest free rule over FlashMLA's time
-        (f"latent decode free-4, {study.LATENT[0]}, batch 128", 300.0, 3.0, 1.25),
+        (f"latent decode free-4, {study.costs.LATENT_GOAL_AT[0]}, batch 128", 300.0, 3.0, 1.25),
         ("prefill free-4, p", 30.0, 3.0, 1.0),
         ("NVFP4, N1 K1, 64 rows", 1.1, 1.06, 1.05),
         ("NVFP4, N1 K1, 32 rows", 1.0, 1.02, 1.0),
         ("engine step, e, concurrency 8", 4000.0, 1.333, 1.03),
         ("engine step, e, concurrency 32", 4000.0, 1.333, 1.03),
+        ("engine step as a CUDA graph, e, concurrency 8", 1200.0, 1.2, 1.03),
     ]
     assert missed.bound.tolist()[:4] == ["not profiled"] * 4 and missed["default us"][2] == 100.0
-    assert missed.bound.tolist()[6:] == ["launches from the host", "other"]
-    assert missed["busiest unit"].tolist()[5:] == ["", "device 25%", "device 98%"]
+    assert missed.bound.tolist()[6:] == ["launches from the host", "other", "matmul"]
+    assert missed["busiest unit"].tolist()[5:] == ["", "device 25%", "device 98%", "device 83%"]
     lines = plain(study.worst_sentences(points, None, missed)).splitlines()
-    assert len(lines) == 6 and lines[0] == "- GEMM, N1 K1, 4 rows, 1.33 against a goal of 1.15: not profiled."
+    assert len(lines) == 7 and lines[0] == "- GEMM, N1 K1, 4 rows, 1.33 against a goal of 1.15: not profiled."
     assert "device has work for 25% of a step (30% under the default)" in lines[5]
     assert "of 1.000 ms more 0.100 are the device's, most of them in matmul" in lines[5]
     said = plain(study.misses_sentence(points, missed))
-    assert "8 of 11 recorded points" in said and "not profiled 6" in said and "bench profile" in said
+    assert "9 of 13 recorded points" in said and "not profiled 6" in said and "bench profile" in said
 
 
 def test_nothing_recorded_and_nothing_missed_are_said(folder):
@@ -501,7 +504,7 @@ def test_readings_take_the_longest_launch_and_its_share(folder):
 def test_missed_points_meet_their_profile(folder):
     write_points(folder)
     latent = [("triton", "invariant-free-4"), ("flashmla", "default"), ("triton", "default")]
-    made_up(folder, [case("default"), case("invariant")] + [Case(k, p, *study.LATENT, None) for k, p in latent])
+    made_up(folder, [case("default"), case("invariant")] + [Case(k, p, *study.costs.LATENT_GOAL_AT, None) for k, p in latent])
     points, read = study.goals(), study.readings()
     missed = study.misses(points, read)
     assert missed.bound.tolist()[:4] == [
@@ -520,7 +523,7 @@ def test_missed_points_meet_their_profile(folder):
     beside = study.shares(points, read)
     assert beside.point.unique().tolist() == [
         "GEMM, N1 K1, 4 rows",
-        f"latent decode free-4, {study.LATENT[0]}, batch 128",
+        f"latent decode free-4, {study.costs.LATENT_GOAL_AT[0]}, batch 128",
     ]
     tensor = beside[beside.unit == "tensor pipe"]
     assert tensor.default.tolist() == [0.8, 0.8] and tensor.invariant.tolist() == [0.62, 0.62]

@@ -169,7 +169,7 @@ def _attribution_rates(found: Recorded):
 
 # --- Costs ------------------------------------------------------------------------------------------------------------
 
-_TIMES = ("time", "step")
+_TIMES = ("time", "step, CUDA graphs")
 _COSTS = ["benchmark", "kernel", "policy", "cost", "least", "most", "configurations", "tier"]
 
 
