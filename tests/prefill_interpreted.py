@@ -26,6 +26,14 @@ for case, bound in CASES:
         alone = decode(rows, make_plan(rule, rows.lengths(16), 5, 16))
         chunk = rows_of(inputs, 0, 5, 12)
         part = launch(chunk, DeviceTiles.upload(chunk, rule, 16), torch.full_like(chunk.q, torch.nan))
+        planted = case["cached"][0] + 9  # the token of the first request's row 9
+        page, place = inputs.block_table[0, planted // 16].item(), planted % 16
+        kept = [pages[page, place].clone() for pages in (inputs.keys, inputs.values)]
+        for pages in (inputs.keys, inputs.values):
+            pages[page, place] = torch.inf
+        beside = launch(inputs, DeviceTiles.upload(inputs, rule, 16), torch.full_like(inputs.q, torch.nan))
+        for pages, value in zip((inputs.keys, inputs.values), kept):
+            pages[page, place] = value
         results.append(
             {
                 "rule": rule,
@@ -33,6 +41,8 @@ for case, bound in CASES:
                 "error": ((found[0].double() - truth).norm() / truth.norm()).item(),
                 "lse_error": (found[1] - lse).abs().max().item(),
                 "unlike_decode": sum(not same_bits([t[i] for t in found], [t[i] for t in alone]) for i in range(len(out))),
+                "reached": sum(not same_bits([t[i] for t in found], [t[i] for t in beside]) for i in range(9)),
+                "not_finite": int((~beside[0][9].isfinite()).sum()),
                 "unlike_chunk": not same_bits([t[5:12] for t in found], part),
             }
         )

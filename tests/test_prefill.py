@@ -72,6 +72,7 @@ def test_the_kernel_does_what_decode_does_interpreted():
     for found in results:
         assert found["error"] < found["bound"] and found["lse_error"] < 1e-4, found
         assert found["unlike_decode"] == 0 and not found["unlike_chunk"], found
+        assert found["reached"] == 0 and found["not_finite"] > 0, found
 
 
 def test_no_rows_are_no_work():
