@@ -192,13 +192,14 @@ def numbers(text: str) -> list[float]:
 
 
 def holds(row: dict[str, str], shown: str) -> bool:
-    """Whether a cell, rounded as the number is shown, is that number."""
+    """Whether a cell, rounded as the number is shown, is that number; both may be rounded from one that is longer."""
     digits = len(shown.rstrip("%").partition(".")[2])
     value = float(shown.rstrip("%").replace(",", ""))
     scale = 100 if shown.endswith("%") else 1
-    cells = [float(cell) for cell in row.values() if re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", cell)]
-    cells += [number for cell in row.values() for number in numbers(cell)]
-    return any(abs(round(cell * scale, digits) - value) < 10**-digits / 2 for cell in cells)
+    plain = [cell for cell in row.values() if re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", cell)]
+    cells = [(float(cell), 10 ** -len(cell.partition(".")[2]) if "." in cell and "e" not in cell else 0.0) for cell in plain]
+    cells += [(number, 0.0) for cell in row.values() for number in numbers(cell)]
+    return any(abs(cell * scale - value) <= (10**-digits + unit * scale) / 2 + 1e-9 for cell, unit in cells)
 
 
 @pytest.mark.parametrize("name", PAGES)

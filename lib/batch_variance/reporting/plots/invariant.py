@@ -90,16 +90,17 @@ def ratios(frame: pd.DataFrame, default: str, goal: float | None = None) -> Figu
     """frame: `studies.invariant.recorded_ratios`. Time over the default's against rows, a line a shape; goal: a ratio
     that no point should exceed."""
     fig, ax = plt.subplots(figsize=(7.2, 3.2))
-    for (shape, part), marker in zip(frame.groupby("shape", sort=False), "osD^vP*X"):
+    colors = len(plt.rcParams["axes.prop_cycle"])
+    for number, ((shape, part), marker) in enumerate(zip(frame.groupby("shape", sort=False), "osD^vP*X")):
         part = part.sort_values("m")
-        ax.plot(part.m, part.ratio, f"-{marker}", markersize=5, label=shape)
+        ax.plot(part.m, part.ratio, "-" if number < colors else ":", marker=marker, markersize=5, label=shape)
     ax.axhline(1, color="#7F7F7F", linewidth=1)
     if goal is not None:
         ax.axhline(goal, color="#7F7F7F", linewidth=1, linestyle="--", label=f"goal for every point: {goal:g}")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set(xlabel="rows", ylabel=f"time over {default}'s")
-    ax.legend(ncols=2, fontsize=8)
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return fig
 
 
