@@ -1,15 +1,13 @@
 """Split-KV decode: accuracy against float64, what changes a row's bits and what must not, and the Triton kernels'
 logic."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted
 
 from batch_variance.common import BadInput
 from batch_variance.kernels.decode import (
@@ -217,17 +215,7 @@ def test_importing_the_operation_needs_no_triton():
 
 def test_triton_kernels_in_the_interpreter():
     """Their logic only: the interpreter runs programs one after another and cannot show a GPU's order of additions."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("decode_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = interpreted("decode_interpreted.py")
     assert len(found) == 3 * (1 + 1 + 1 + 1 + 3)
     for case in found:
         assert case["error"] < case["bound"], case

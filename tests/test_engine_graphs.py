@@ -3,18 +3,14 @@
 Here a "graph" is the forward pass run again over the buffers; on a GPU `test_gpu_engine_graphs` uses CUDA's.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import interpreted
 
 from batch_variance.common import BadInput
 from batch_variance.engine import DecodeGraphs, Engine, EngineConfig, Load, Model, Request, load_weights, serve
@@ -167,17 +163,7 @@ def test_no_plan_needs_more_than_the_room_for_its_rule(rule, lengths, programs, 
 
 def test_the_kernels_read_a_plan_in_large_arrays_as_they_read_it_alone():
     """In the interpreter, which shows what the kernels read and write, not a GPU's order of additions."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("graphs_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = interpreted("graphs_interpreted.py")
     assert len(found) == 12 and all(case["same"] and not case["nan"] for case in found), found
     assert all(case["slots"] <= case["room"] for case in found) and any(case["padded"] for case in found)
     for rule in ("flashmla", "free-2", "fixed-chunk-1"):  # combined rows, and not as many in every call

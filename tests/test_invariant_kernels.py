@@ -1,14 +1,12 @@
 """The invariant kernels in the interpreter (what they compute), their configurations, and their use under a torch
 model."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from batch_variance.common import BadInput
 from batch_variance.kernels import timing, use
@@ -23,16 +21,7 @@ from batch_variance.kernels.use import InvariantKernels
 
 @pytest.fixture(scope="module")
 def results():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("invariant_interpreted.py"))],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted("invariant_interpreted.py")
 
 
 def test_every_result_is_written_and_close_to_float64(results):

@@ -1,12 +1,10 @@
 """The engine's Triton kernels in the interpreter: what they compute. A GPU's order of additions needs a GPU."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from interpreted import interpreted
 
 NAMES = {
     "gemv": 4,
@@ -21,16 +19,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def results():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels_interpreted.py"))],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return interpreted("kernels_interpreted.py")
 
 
 def test_every_result_is_written_and_close_to_float64(results):

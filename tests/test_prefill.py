@@ -1,13 +1,8 @@
 """Prefill attention that agrees with decode: on a CPU the emulation in raw bits, and the kernel in the interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import interpreted
 from prefill_cases import prefill_case, rows_of, same_bits
 
 from batch_variance.common import BadInput
@@ -63,11 +58,7 @@ def test_tiles_cover_each_row_once_and_no_two_requests():
 
 
 def test_the_kernel_does_what_decode_does_interpreted():
-    script = Path(__file__).with_name("prefill_interpreted.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout)
+    results = interpreted("prefill_interpreted.py")
     assert len(results) == 12
     for found in results:
         assert found["error"] < found["bound"] and found["lse_error"] < 1e-4, found
