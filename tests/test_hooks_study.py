@@ -147,15 +147,16 @@ def test_equal_rows_by_thread_count_leave_the_thread_count_as_it_was():
 
 def test_the_cost_of_a_probe_is_held_against_its_goal():
     cost = pd.DataFrame([
-        {"site": "attend", "sampling": "re-run and solo", "every": 100, "rounds": 4, "calls": 2000, "plain_s": 0.5, "share": 0.015,
+        {"site": "attend", "sampling": "re-run and solo", "every": 100, "rounds": 4, "calls": 2000, "plain_s": 0.5, "share": 0.015, "share_high": 0.016,
          "ms a sample": 1.5, "gpu": "a GPU", "date": "a day"},
     ])
     assert "1.50% of the run (1.50 ms a sample, 1.00 ms of engine a call)" in plain(study.cost_sentence(cost))
     assert "under the goal of 2%." in plain(study.cost_sentence(cost))
     assert "not everywhere under the goal of 1%." in plain(study.cost_sentence(cost, goal=0.01))
+    assert "That is under the goal of 2% at the median, not surely." in plain(study.cost_sentence(cost.assign(share_high=0.021)))
     limited = cost.assign(sampling="re-run and solo, at most 2%", calls=4000, sampled=10)
     assert "one call in 400 at `attend`" in plain(study.cost_sentence(pd.concat([cost, limited])))
-    later = cost.assign(**{"sampling": "re-run and solo, later", "share": 0.012, "ms a sample": 0.19, "ms later": 2.5})
+    later = cost.assign(**{"sampling": "re-run and solo, later", "share": 0.012, "share_high": 0.013, "ms a sample": 0.19, "ms later": 2.5})
     assert (
         "controls made later it takes 1.20% at `attend` (0.19 ms a sample, and 2.50 ms after the load), under the goal."
         in plain(study.cost_sentence(pd.concat([cost, later])))

@@ -124,8 +124,8 @@ def launch(
 
     Accumulates in float32, out has q's dtype. fold: ``left``, ``pairwise`` or ``compensated``. The plan must have been
     made for the inputs' lengths; one on the device must be as ``tile.takes`` gives it. Raises BadInput for a plan of
-    another batch size or that the tile cannot take, a buffer with fewer slots than the plan has partials, widths that are no powers of two of at least 16, an unknown fold, or one that the rule does not
-    allow.
+    another batch size or that the tile cannot take, a buffer with fewer slots than the plan has partials, widths that
+    are no powers of two of at least 16, an unknown fold, or one that the rule does not allow.
     """
     from . import triton as kernels
 

@@ -245,8 +245,8 @@ def decode_kernel(
     STAGES: tl.constexpr,
 ):
     """Grid: (kv_heads * tiles of a group's heads, programs). FOLDS: a row is cut into pieces of as many blocks as
-    chunks_ptr has for it; otherwise a segment is one piece. SPREAD: every piece
-    of a row of several has a slot, for accumulators too wide to have two of them in registers."""
+    chunks_ptr has for it; otherwise a segment is one piece. SPREAD: every piece of a row of several has a slot, for
+    accumulators too wide to have two of them in registers."""
     tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head = tl.program_id(0) // tiles
     in_group = (tl.program_id(0) % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
