@@ -63,7 +63,7 @@ for dtype in (torch.float16, torch.float32):
         x, w, b = random(m, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
         exact = x.double() @ w.double().t() + b.double()
         size = x.double().abs() @ w.double().abs().t() + b.double().abs()
-        for form in FORMS:
+        for form in (*FORMS, "in-turn 16x64x32 w4 s2 hold"):
             found = invariant.matmul(x, w, b, Config.parse(form), count)
             record("gemm", found, exact, torch.finfo(dtype).eps * exact.abs() + k * 2.0**-23 * size)
 

@@ -33,6 +33,7 @@ CONFIGS = [
     "parallel 128x128x64 w8 s4 tma",
     "in-turn 128x256x64 w8 s3 tma",
     "in-turn 64x64x64 w4 s3",
+    "in-turn 64x64x64 w8 s3 tma hold",
 ]
 SHORT = tuple(m for m in SIZES if m <= 257)
 FAR = 8192  # as many rows as "any number" is tried at

@@ -29,7 +29,7 @@ def test_every_result_is_written_and_close_to_float64(results):
         name: sum(r["name"] == name for r in results)
         for name in ("gemm", "nvfp4", "every code", "softmax", "mean", "moe")
     }
-    assert counts == {"gemm": 72, "nvfp4": 15, "every code": 3, "softmax": 6, "mean": 3, "moe": 8}
+    assert counts == {"gemm": 84, "nvfp4": 15, "every code": 3, "softmax": 6, "mean": 3, "moe": 8}
     assert not [r for r in results if r.get("beyond_bound")]
     assert sum(r.get("shape") == [0, 5] for r in results) == 15
 
@@ -48,7 +48,7 @@ def test_importing_needs_no_triton():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("text", ["parallel 16x64x128 w4 s4 tma swap", "in-turn 128x256x64 w8 s3"])
+@pytest.mark.parametrize("text", ["parallel 16x64x128 w4 s4 tma swap", "in-turn 128x256x64 w8 s3", "in-turn 128x128x64 w8 s5 tma hold"])
 def test_a_configuration_is_its_text(text):
     assert str(Config.parse(text)) == text
 

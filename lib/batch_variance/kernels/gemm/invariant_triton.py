@@ -3,8 +3,9 @@
 The tree: K falls into fixed segments; a segment's products are added from zero in the order of k, as tensor cores add
 them; the segments' float32 sums are added from left to right. `parallel` gives each segment a program of its own, and
 the last one to arrive folds. `in_turn` lets one program run a tile's segments one after another and parks the running
-sum in memory between them, so that only one accumulator is in registers, or holds it where there is room. Tile shapes, stages, warps, which operand
-comes first and how tiles reach memory leave no trace in the bits; `classes` measures that on the GPU at hand.
+sum in memory between them, so that only one accumulator is in registers, or holds it where there is room. Tile shapes,
+stages, warps, which operand comes first and how tiles reach memory leave no trace in the bits; `classes` measures that
+on the GPU at hand.
 """
 
 import triton
