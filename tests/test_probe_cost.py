@@ -26,6 +26,7 @@ from batch_variance.hooks.calls import Binder, signature_of
 from batch_variance.hooks.checks import Finding
 from batch_variance.hooks.layouts import misplacement, strided, take_along, taken_offsets
 from batch_variance.hooks.overhead import measure
+from batch_variance.hooks.probe import HABIT
 from batch_variance.hooks.snapshots import KeptState, Questions, RandomState, Snapshot, bits
 from batch_variance.kernels.nvfp4.policy import policy
 from batch_variance.kernels.sets import NativeKernels
@@ -695,11 +696,130 @@ def test_an_engine_is_told_the_same_whenever_its_controls_are_made(tiny_folder, 
 
     plain, records = tokens(), []
     for controls in ("now", "later"):
-        with engine_sites(model.kernels, every=9, axes=AXES, rows=2, controls=controls)[name] as probe:
+        with engine_sites(model.kernels, every=5, axes=AXES, rows=2, controls=controls)[name] as probe:
             assert tokens() == plain and probe.records().empty == (controls == "later")
-        assert probe.sampled > 1 and not probe.refusals and probe.verdict()["rerun"] == "invariant"
+            probe.run_controls()  # after which habits are known
+            assert probe.sampled >= HABIT and tokens() == plain
+        assert not probe.refusals and probe.verdict()["rerun"] == "invariant"
         records.append(probe.records())
     pd.testing.assert_frame_equal(*records)
+
+
+def in_the_habit(engine, batch_args, samples=HABIT, **options):
+    """A probe in place whose controls have shown that the call only reads and draws nothing."""
+    probe = later(engine, batch_args, **options)
+    probe.__enter__()
+    for _ in range(samples):
+        engine.kernel(torch.randn(4, 8))
+    probe.run_controls()
+    return probe
+
+
+def test_in_the_habit_only_what_the_call_read_and_gave_is_kept(monkeypatch):
+    engine = site(lambda x: x * 2)
+    for samples, copies in ((HABIT - 1, 3), (HABIT, 2)):
+        probe = in_the_habit(engine, {"x": 0}, samples)
+        x = torch.randn(4, 8)
+        if samples == HABIT:
+            monkeypatch.setattr("batch_variance.hooks.probe.RandomState", lambda: pytest.fail("a state was kept"))
+        with Operations() as operations:
+            engine.kernel(x)
+        assert sorted(operations.found) == ["aten.clone"] * copies + ["aten.mul"]
+        monkeypatch.undo()
+        probe.__exit__()
+        assert set(probe.verdict().values()) == {"invariant"} and not probe.refusals
+
+
+@pytest.mark.parametrize(
+    "skip", [0, 1]
+)  # at an aligned address, and beside one, where replays have copies of their own
+@pytest.mark.parametrize("batch_args", [{"x": 0}, {"x": 0, "memory": 0}])
+def test_a_call_that_falls_into_changing_an_argument_is_refused_and_then_followed(skip, batch_args):
+    def kernel(x, memory):
+        y = x * 2 + memory
+        if changing:
+            memory += 1
+        return y
+
+    changing, engine = [], site(kernel)
+    memory = strided((4 * 8 + skip,), (1,), torch.float32, torch.device("cpu")).zero_()[skip:].view(4, 8)
+    with later(engine, batch_args, axes=("rerun", "solo")) as probe:
+        for _ in range(HABIT):
+            engine.kernel(torch.randn(4, 8), memory[:4])
+        probe.run_controls()
+        changing.append(True)
+        for _ in range(2):
+            engine.kernel(torch.randn(4, 8), memory[:4])
+        assert memory.eq(2).all()
+        probe.run_controls()
+        assert memory.eq(2).all() and sum(probe.refusals.values()) == 2
+        assert all("changed an argument" in reason for reason in probe.refusals)
+        seen = len(probe.records())
+        engine.kernel(torch.randn(4, 8), memory[:4])
+    found = probe.records()[seen:]
+    assert (found["rows_checked"] > 0).all() and not found.loc[found["axis"] == "rerun", "rows_differ"].any()
+    assert sum(probe.refusals.values()) == 2 and memory.eq(3).all()
+
+
+@pytest.mark.parametrize("draw", [random.random, random.gauss, np.random.rand, lambda *_: torch.rand(()).item()])
+def test_a_call_that_falls_into_drawing_random_numbers_is_refused_and_then_followed(draw):
+    given = (0, 1) if draw == random.gauss else ()
+    drawing, engine = [], site(lambda x: x * (2.0 + draw(*given) if drawing else 2.0))
+    probe = in_the_habit(engine, {"x": 0}, axes=("rerun", "solo"))
+    drawing.append(True)
+    for _ in range(2):
+        engine.kernel(torch.randn(4, 8))
+    state, words = (random.getstate(), torch.get_rng_state()), np.random.get_state()[1].copy()
+    probe.run_controls()
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+    assert np.array_equal(np.random.get_state()[1], words)
+    assert sum(probe.refusals.values()) == 2 and all("drew random numbers" in reason for reason in probe.refusals)
+    seen = len(probe.records())
+    engine.kernel(torch.randn(4, 8))
+    engine.kernel(torch.randn(4, 8))
+    probe.__exit__()
+    found = probe.records()[seen:]
+    assert (found["rows_checked"] > 0).all() and not found["rows_differ"].any() and len(found) == 4
+    drawing.clear()
+    probe = in_the_habit(engine, {"x": 0}, axes=("rerun", "solo"))
+    drawing.append(True)
+    engine.kernel(torch.randn(4, 8))
+    probe.run_controls()
+    drawing.clear()
+    for _ in range(HABIT):
+        engine.kernel(torch.randn(4, 8))
+    probe.run_controls()
+    with pytest.MonkeyPatch.context() as patch:  # the habit is back
+        patch.setattr("batch_variance.hooks.probe.RandomState", lambda: pytest.fail("a state was kept"))
+        engine.kernel(torch.randn(4, 8))
+    probe.__exit__()
+    assert sum(probe.refusals.values()) == 1
+
+
+def test_a_normal_held_back_is_a_draw_though_no_word_moves():
+    np.random.seed(0)
+    drawing, engine = [], site(lambda x: x * (np.random.randn() if drawing else 2.0))
+    probe = in_the_habit(engine, {"x": 0}, axes=("rerun",))
+    drawing.append(True)
+    np.random.randn()  # the second of the pair is what the call then draws
+    engine.kernel(torch.randn(4, 8))
+    probe.run_controls()
+    assert list(probe.refusals) and "drew random numbers" in next(iter(probe.refusals))
+    probe.__exit__()
+
+
+@pytest.mark.parametrize("controls", ["now", "later"])
+def test_a_replay_that_reaches_its_own_call_site_is_neither_counted_nor_sampled(controls):
+    ran = []
+    engine = site(
+        lambda x: ran.append(len(x)) or (torch.cat([engine.kernel(row[None]) for row in x]) if len(x) > 1 else x)
+    )
+    with CallSiteProbe((engine, "kernel"), {"x": 0}, axes=("rerun", "solo"), every=3, controls=controls) as probe:
+        engine.kernel(torch.randn(4, 8))
+        probe.run_controls()
+        assert probe.calls == 5 and probe.sampled == 2  # the whole, and its third row
+        assert len(ran) > 10
+    assert probe.verdict() == {"rerun": "invariant", "solo": "invariant"}
 
 
 def test_controls_are_now_or_later():

@@ -21,13 +21,19 @@ _DEVICES = ("cpu", "cuda")  # that autocast may be on for
 
 @dataclass
 class Taken:
-    """One sampled call and copies of what it gave, tensors of its return value by path. ``again`` runs a replay."""
+    """One sampled call and copies of what it gave, tensors of its return value by path. ``again`` runs a replay.
+
+    ``reads``: the call is taken to only read its arguments, of which no copies were made after it; ``stateless``: to
+    draw no random numbers, so that no generator's state was kept.
+    """
 
     number: int
     turn: int  # which of the samples it is
     again: Callable[[Call], Any]
     snapshot: Snapshot
     results: dict[str, torch.Tensor]
+    reads: bool
+    stateless: bool
 
 
 @dataclass

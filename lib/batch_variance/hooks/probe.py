@@ -30,7 +30,9 @@ from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Sn
 from .verdicts import verdicts
 
 _NO_RERUN = "the identical call could not be repeated"
-ONLY_READ = 4  # samples in a row whose call changed no argument, after which that is asked and no longer waited for
+# So many samples in a row whose call changed no argument, or drew no random number, are taken for its habit: what is
+# no longer waited for, or kept, is asked of the replays, and a sample that shows the contrary is refused.
+HABIT = 4
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
     "site",
@@ -64,6 +66,7 @@ class _Sample:
     result_layouts: dict[str, Layout | None]
     watched: list[int]
     unchanging: list[int]  # questions whether arguments that are taken to be only read were changed after all
+    reads: bool  # they are asked of the identical re-run, since nothing was kept of the arguments after the call
 
     def without_tensors(self) -> "_Sample":
         """What its records need once the replays are done."""
@@ -179,7 +182,7 @@ class CallSiteProbe:
         self._builder = Builder(self.fresh, self.values, self.pad)
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
-        self._thread = threading.local()
+        self._replaying: set[int] = set()  # threads that make replays now
         self._records: list[dict] = []
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
@@ -188,7 +191,8 @@ class CallSiteProbe:
         self.seconds = self.control_seconds = self._begun = self._spent = self._last = 0.0
         self._backlog = Backlog()
         self._unread: list[Callable[[], None]] = []  # what is left to record of the last sample
-        self._unchanged = 0  # samples in a row whose call changed no argument
+        self._unchanged = self._undrawn = 0  # samples in a row whose call changed no argument, drew no random number
+        self._drew = False  # whether a replay of the sample under study did
         self._controlled = False  # whether the positive controls have ever succeeded
         self._log = log
         self._installed = False
@@ -256,12 +260,16 @@ class CallSiteProbe:
             self._log.flush()
 
     def _wrap(self, function: Callable) -> Callable:
+        # Most calls are not sampled: for those each line here is what the probe costs.
+        numbers, replaying, this_thread = self._numbers, self._replaying, threading.get_ident
+        stride = self.every if self.every is not None and not self.probability else 1
+
         def probed(*args, **kwargs):
-            if getattr(self._thread, "busy", False):  # a replay that reaches its own call site
+            if replaying and this_thread() in replaying:  # a replay that reaches its own call site
                 return function(*args, **kwargs)
-            number = next(self._numbers)
+            number = next(numbers)
             self.calls = number + 1
-            if not self._chosen(number):
+            if number % stride or not self._chosen(number):
                 return function(*args, **kwargs)
             return self._observe(function, number, args, kwargs)
 
@@ -308,11 +316,13 @@ class CallSiteProbe:
             call = self._binder.bind(args, kwargs)
         except TypeError:  # wrong arguments: the function says so itself, in its own words
             return function(*args, **kwargs)
-        snapshot = self._copied(call)
+        reads = self.controls == "later" and self._unchanged >= HABIT
+        snapshot = self._copied(call, reads)
         if snapshot is None:
             self.seconds += time.perf_counter() - started
             return function(*args, **kwargs)
-        random_state, kept = RandomState(), KeptState(self.state)
+        random_state = RandomState() if self.controls == "now" or self._undrawn < HABIT else None
+        kept = KeptState(self.state)
         self.seconds += time.perf_counter() - started
 
         result = function(*args, **kwargs)
@@ -321,10 +331,16 @@ class CallSiteProbe:
 
         def again(call: Call) -> Any:
             kept.restore()
-            random_state.restore()
-            return call.run(function)
+            if random_state is not None:
+                random_state.restore()
+            if self.controls == "now":
+                return call.run(function)
+            state = random_state or RandomState()
+            replayed = call.run(function)
+            self._drew = self._drew or state.has_moved()
+            return replayed
 
-        taken = Taken(number, self.sampled, again, snapshot, {})
+        taken = Taken(number, self.sampled, again, snapshot, {}, reads, random_state is None)
         controlled = self.controls == "now" and self._wants_controls(taken.turn)
         self.sampled += 1
         try:
@@ -339,12 +355,13 @@ class CallSiteProbe:
             self._last = self.seconds - spent
         return result
 
-    def _copied(self, call: Call) -> Snapshot | None:
+    def _copied(self, call: Call, reads: bool) -> Snapshot | None:
         """The call's arguments as they are before it runs, or None where it is not to be sampled, for a reason kept."""
         try:
             if self.controls == "now":
                 return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
-            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, self.whole)
+            only_read = call.flat() if reads else self.whole
+            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, only_read)
         except NoRoom:
             self._pass_over_full()
         except CannotCopy as error:
@@ -356,14 +373,14 @@ class CallSiteProbe:
     def _control_now(self, taken: Taken, result: Any) -> None:
         after, after_random = KeptState([*self.state, result]), RandomState()
         taken.results = {path: after.copy_of(t) for path, t in tensors(result)}
-        self._thread.busy = True
+        self._replaying.add(threading.get_ident())
         try:
             self._study(taken, after)
         finally:
             # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
             after.restore(unasked=bool(self._unread))
             after_random.restore()
-            self._thread.busy = False
+            self._replaying.discard(threading.get_ident())
 
     # -- controls made later -------------------------------------------------------------------------------------------
 
@@ -408,7 +425,7 @@ class CallSiteProbe:
             self._give_up(error)
             return 0
         settle(devices)
-        self._thread.busy = True
+        self._replaying.add(threading.get_ident())
         try:
             while self._backlog and (seconds is None or time.perf_counter() - started < seconds):
                 waiting, done = self._backlog.take(), done + 1
@@ -423,26 +440,25 @@ class CallSiteProbe:
             engine.restore()
             random_state.restore()
             settle(devices)
-            self._thread.busy = False
+            self._replaying.discard(threading.get_ident())
             self.control_seconds += time.perf_counter() - started
         return done
 
     def _give_up(self, error: Exception) -> None:
         reason = f"no controls were made: {type(error).__name__}: {error}"
         while self._backlog:
-            self._refuse(reason)
-            self._record_refused(self._backlog.take().taken.number, reason)
+            self._refuse_sample(self._backlog.take().taken.number, reason)
 
     # -- one sample's replays ------------------------------------------------------------------------------------------
 
     def _study(self, taken: Taken, after: KeptState | None) -> None:
         """Make a sample's replays and controls. after: what they may write over, to be put back after them."""
         number, controlled = taken.number, self._wants_controls(taken.turn)
+        self._drew = False
         try:
             sample = self._sample(taken, controlled)
         except CannotSlice as error:
-            self._refuse(str(error))
-            self._record_refused(number, str(error))
+            self._refuse_sample(number, str(error))
             return
         axes = [axis for axis in self.axes if axis != "rerun"]
         if self.spread and axes:
@@ -456,6 +472,14 @@ class CallSiteProbe:
         replayed = [("rerun", rerun, notes)]
         for axis in axes:
             replayed.append((axis, *(self._axis(sample, planner, axis) if rerun else ([], [_NO_RERUN]))))
+        if self.controls == "later":
+            self._undrawn = 0 if self._drew else self._undrawn + 1
+            if self._drew and taken.stateless:
+                reason = (
+                    "the call drew random numbers where those before it had not: it was replayed without their state"
+                )
+                self._refuse_sample(number, reason)
+                return
         if not controlled and not self.checks and not self.state:
             # Nothing here needs the answers yet: they are read when the next call is sampled, and wait for nothing.
             sample.questions.send()
@@ -489,8 +513,7 @@ class CallSiteProbe:
             if any([answer(q)[0] for q in rerun.anywhere]) and not any(rerun.comparison.differing()):
                 reason = "the identical call, made later, gave other bits in rows not watched: its ground has moved"
         if reason:
-            self._refuse(reason)
-            self._record_refused(number, reason)
+            self._refuse_sample(number, reason)
             return []
         shared = {
             "call": number,
@@ -522,9 +545,9 @@ class CallSiteProbe:
 
     def _sample(self, taken: Taken, controlled: bool) -> _Sample:
         snapshot, questions, unchanging, changed = taken.snapshot, Questions(), [], []
-        if self.controls == "now" and self._unchanged >= ONLY_READ and not self.state and not controlled:
+        if self.controls == "now" and self._unchanged >= HABIT and not self.state and not controlled:
             unchanging = snapshot.ask_changes(questions)
-        else:
+        elif not taken.reads:
             changed = snapshot.note_changes()
             self._unchanged = 0 if changed else self._unchanged + 1
         batch = Batch.of(snapshot.before, self.batch_args)
@@ -534,7 +557,17 @@ class CallSiteProbe:
         for path in changed:
             results[f"argument.{path}"] = values_of(results[f"argument.{path}"]).clone()
         return _Sample(
-            taken.again, questions, snapshot, batch, batch.count, changed, results, layouts, watched, unchanging
+            taken.again,
+            questions,
+            snapshot,
+            batch,
+            batch.count,
+            changed,
+            results,
+            layouts,
+            watched,
+            unchanging,
+            taken.reads,
         )
 
     def _watched(self, count: int) -> list[int]:
@@ -601,11 +634,11 @@ class CallSiteProbe:
         }
 
     def _replay(self, sample: _Sample, replay: Replay, axis: str) -> _Replayed:
-        call = sample.snapshot.fresh_call()
         if axis == "rerun":
+            call, given = sample.snapshot.call_apart() if sample.reads else (sample.snapshot.fresh_call(), [])
             built = Built(call, sample.batch.offsets, True, [])
         else:
-            built = self._builder.build(sample.batch, call, replay, sample.questions)
+            built = self._builder.build(sample.batch, sample.snapshot.fresh_call(), replay, sample.questions)
         results = self._results(sample.again(built.call), built.call, sample.changed)
         before, after = [], []
         for label, t in sample.results.items():
@@ -625,6 +658,8 @@ class CallSiteProbe:
         if self.witness is not None:
             witness = self.witness(built.call.flat()) != self.witness(sample.snapshot.real.flat())
         anywhere = []
+        if axis == "rerun" and sample.reads:
+            sample.unchanging.extend(sample.snapshot.ask_changes(sample.questions, given))
         if axis == "rerun" and self.controls == "later":
             anywhere = [sample.questions.ask(differs(t, results[label])) for label, t in sample.results.items()]
         comparison = Comparison(before, after, replay.moved, sample.questions)
@@ -664,6 +699,10 @@ class CallSiteProbe:
 
     def _refuse(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    def _refuse_sample(self, number: int, reason: str) -> None:
+        self._refuse(reason)
+        self._record_refused(number, reason)
 
     def _record_refused(self, number: int, reason: str) -> None:
         empty = {

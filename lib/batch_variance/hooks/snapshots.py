@@ -8,7 +8,7 @@ and torch is kept. What differs from its copy is asked of the device with as few
 import ctypes
 import random
 from itertools import islice
-from typing import Any, Collection, Iterable, Mapping
+from typing import Any, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -173,9 +173,12 @@ class Snapshot:
                 values[name] = value if name in self.whole else map_tensors(value, lambda t: made.get(id(t), t))
         return call.with_values(values)
 
-    def ask_changes(self, questions: Questions) -> list[int]:
-        """After the real call: ask of each argument whether its bits were changed."""
-        return [questions.ask(differs(now, before)) for (_, now), before in zip(self._live, self._views)]
+    def ask_changes(self, questions: Questions, given: Sequence[torch.Tensor] | None = None) -> list[int]:
+        """Ask of each argument whether its bits were changed: by the real call, or by a replay of ``call_apart``, whose
+        tensors were ``given``.
+        """
+        now = [t for _, t in self._live] if given is None else given
+        return [questions.ask(differs(t, before)) for t, before in zip(now, self._views)]
 
     def note_changes(self) -> list[str]:
         """After the real call: paths whose bits it changed. Only their memory is copied again for each replay."""
@@ -197,15 +200,21 @@ class Snapshot:
 
     def fresh_call(self) -> Call:
         """The call with private tensors that hold what the real ones held before it ran."""
-        made = {}
-        if self._anew:
-            copies = {key: self._copies[key].again() for key in self._anew}
-            made = {
-                id(view): self._copies[key].view_in(copies[key], view)
-                for key, view in zip(self._keys, self._views)
-                if key in copies
-            }
-        return self._replaced(self.before, made)
+        return self._replaced(self.before, self._made_anew(self._anew) if self._anew else {})
+
+    def call_apart(self) -> tuple[Call, list[torch.Tensor]]:
+        """``fresh_call`` with a copy of its own of every tensor, and these: nothing that it writes is in ``before``."""
+        made = self._made_anew(self._copies.keys())
+        return self._replaced(self.before, made), [made[id(view)] for view in self._views]
+
+    def _made_anew(self, keys: Collection[int]) -> dict[int, torch.Tensor]:
+        """Copies of these memories as each of ``before``'s tensors in them, by that tensor's id."""
+        copies = {key: self._copies[key].again() for key in keys}
+        return {
+            id(view): self._copies[key].view_in(copies[key], view)
+            for key, view in zip(self._keys, self._views)
+            if key in copies
+        }
 
 
 def _is_parameter(t: torch.Tensor) -> bool:
@@ -284,6 +293,15 @@ class RandomState:
             for generator in (torch.cuda.default_generators if torch.cuda.is_initialized() else ())
         ]
 
+    def has_moved(self) -> bool:
+        """Whether any generator has drawn since, or was set."""
+        return (
+            self._python != random.getstate()
+            or self._numpy.has_moved()
+            or not torch.equal(self._torch, torch.default_generator.get_state())
+            or any([_place(generator) != place for generator, _, place in self._cuda])
+        )
+
     def restore(self) -> None:
         random.setstate(self._python)
         self._numpy.restore()
@@ -321,6 +339,11 @@ class _NumpyState:
     def restore(self) -> None:
         if self._may_have_moved():
             np.random.set_state(self._state)
+
+    def has_moved(self) -> bool:
+        return self._may_have_moved() and any(
+            not np.array_equal(a, b) for a, b in zip(self._state, np.random.get_state())
+        )
 
     def _may_have_moved(self) -> bool:
         return not self._plain or self._words != _numpy_words()
