@@ -161,6 +161,8 @@ def test_the_cost_of_a_probe_is_held_against_its_goal():
         "controls made later it takes 1.20% at `attend` (0.19 ms a sample, and 2.50 ms after the load), under the goal."
         in plain(study.cost_sentence(pd.concat([cost, later])))
     )
+    assert plain(study.cost_sentence(later)).endswith("What the calls not sampled cost was not measured then and is in none of these.")
+    assert "not measured" not in plain(study.cost_sentence(later.assign(**{"us not sampled": 0.7})))
     assert plain(study.cost_sentence(pd.DataFrame())) == "No GPU's cost of a probe is recorded."
     found = study.recorded_cost()
     assert set(found.site) == {"attend", "linear"} and not found.loc[~found.sampling.str.contains("later"), "ms later"].any()

@@ -303,11 +303,13 @@ def test_overhead_says_both_what_the_clock_and_what_the_probe_counted():
     assert (table["sampled"] + table["passed_over"] > 0).all() and not table.loc[~limited, "passed_over"].any()
     assert (table["later_ms_per_sample"] > 0).tolist() == table["sampling"].str.contains("later").tolist()
     for row in table.itertuples():
-        spent = row.ms_per_sample / 1000 * row.sampled
+        sampling = row.ms_per_sample / 1000 * row.sampled
+        spent = sampling + (row.calls - row.sampled) * row.us_per_call_not_sampled / 1e6
+        assert 0 < row.us_per_call_not_sampled < 100
         assert row.share == row.share_low == row.share_high == pytest.approx(spent / (row.probed_s - spent))
         assert row.ratio == pytest.approx(row.probed_s / row.plain_s) and spent < row.probed_s
-        assert spent > 0 or not row.sampled
         assert row.samples_per_s == pytest.approx(row.sampled / (row.probed_s - spent))
+        assert sampling > 0 or not row.sampled
 
 
 # --- Answers read late ---

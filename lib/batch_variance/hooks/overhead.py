@@ -4,7 +4,7 @@ Run as ``python -m batch_variance.hooks.overhead FOLDER`` it prints a table and 
 The engine runs in float32, on Triton kernels where there is a GPU and on torch's own where there is none.
 Two measures stand side by side: the clock's, which takes in everything and varies with whatever else goes on, and the
 probe's own account of its seconds, which is steady, and on a GPU counts as the probe's own the engine's queued work
-that it waits for.
+that it waits for. A probe does not time the calls that it does not sample; what such a call costs is measured beside.
 """
 
 import argparse
@@ -53,12 +53,12 @@ def measure(
     A probe stays the same over the rounds, as in a serving engine, and its first controls are made in the round that is
     not counted. Returns a row a site and sampling: site, sampling, every, rounds, calls, sampled, passed_over (calls
     that a limit on the share cost), plain_s, probed_s, off_s (medians), ratio (median of the rounds' own ratios probed
-    over plain, with its quartiles), off_ratio likewise, share likewise (the probe's own seconds over the engine's in
-    the probed run, that run less those seconds), ms_per_sample, later_ms_per_sample (of controls made after the probed
-    run, which none of the other columns holds; 0 where they are made at once), samples_per_s (samples a second of the
-    engine's time).
+    over plain, with its quartiles), off_ratio likewise, share likewise (the probe's seconds, those of calls not sampled
+    included, over the engine's in the probed run, that run less those seconds), ms_per_sample, later_ms_per_sample (of
+    controls made after the probed run, which none of the other columns holds; 0 where they are made at once),
+    us_per_call_not_sampled, samples_per_s (samples a second of the engine's time).
     """
-    load = Load(len(prompts), len(prompts), tokens, 0, 0)
+    load, unsampled = Load(len(prompts), len(prompts), tokens, 0, 0), unsampled_seconds()
 
     def seconds() -> tuple[float, list]:
         _settle(model)
@@ -76,10 +76,11 @@ def measure(
             share, engine, counted = [], 0.0, None
             probe = engine_sites(model.kernels, every=every, **SAMPLING[sampling])[site]
             for number in range(rounds + 1):
-                spent = probe.seconds
+                before = _counts(probe)
                 with probe:
                     probed, outputs = seconds()
-                spent = probe.seconds - spent
+                made, sampled, _, spent, _ = (now - then for now, then in zip(_counts(probe), before))
+                spent += (made - sampled) * unsampled
                 off, _ = seconds()
                 if outputs != expected or probe.refusals:
                     raise RuntimeError(f"the probe at {site} changed the engine's tokens or refused: {probe.refusals}")
@@ -109,10 +110,36 @@ def measure(
                     **_spread("share", "share", share),
                     "ms_per_sample": 1000 * spent / max(sampled, 1),
                     "later_ms_per_sample": 1000 * later / max(sampled, 1),
+                    "us_per_call_not_sampled": 1e6 * unsampled,
                     "samples_per_s": sampled / engine,
                 }
             )
     return pd.DataFrame(rows)
+
+
+def unsampled_seconds(calls: int = 20_000, repeats: int = 7) -> float:
+    """What a probe adds to a call that it does not sample: the median of ``repeats`` over a bare call, nothing else between."""
+
+    class Engine:
+        def kernel(self, x, weight):
+            return x
+
+    engine, arguments = Engine(), (torch.zeros(1, 1), torch.zeros(1, 1))
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            engine.kernel(*arguments)
+        return time.perf_counter() - started
+
+    added = []
+    for _ in range(repeats):
+        bare = seconds()
+        with CallSiteProbe((engine, "kernel"), {"x": 0}, every=calls + 1, controls="later") as probe:
+            engine.kernel(*arguments)  # the first is sampled
+            added.append((seconds() - bare) / calls)
+            assert probe.sampled == 1
+    return statistics.median(added)
 
 
 def _counts(probe: CallSiteProbe) -> tuple[float, ...]:

@@ -391,6 +391,7 @@ def recorded_cost() -> pd.DataFrame:
         "off_ratio": "after over plain",
         "ms_per_sample": "ms a sample",
         "later_ms_per_sample": "ms later",
+        "us_per_call_not_sampled": "us not sampled",
     }
     cost = pd.read_csv(path).rename(columns=names)
     return named(cost if "ms later" in cost else cost.assign(**{"ms later": 0.0}), "probe-cost")
@@ -429,6 +430,7 @@ def cost_sentence(cost: pd.DataFrame, goal: float = 0.02) -> str:
         f" {held(plain, f'the goal of {goal:.0%}')}. A sample makes two more calls, which alone are 2% of a site's own time."
         + (f" With its controls made later it takes {'; '.join(later)}, {held(postponed, 'the goal')}." if later else "")
         + (f" With `max_share` = 0.02 the probe samples {'; '.join(limited)}." if limited else "")
+        + ("" if "us not sampled" in cost else " What the calls not sampled cost was not measured then and is in none of these.")
     )
 
 
