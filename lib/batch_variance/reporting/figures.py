@@ -24,6 +24,7 @@ from .drawings import source_of
 
 METADATA = "batch_variance"  # key in an output's metadata, where the runner looks for figures, tables and their tiers
 _NAME = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
+_HASHED = re.compile(rb'(?<=["#])[a-z][0-9a-f]{10}(?=[")])')  # an SVG id, where it is defined or used
 
 
 def apply_style() -> None:
@@ -68,10 +69,14 @@ def png_of(fig: Figure) -> bytes:
 
 
 def svg_of(fig: Figure) -> bytes:
-    """SVG cropped to the drawing, the same bytes each time: no date, and ids from the style's fixed salt."""
+    """SVG cropped to the drawing, the same bytes each time and on every CPU: no date, and ids counted in order of use.
+
+    matplotlib's ids hash coordinates to their last bit, which numpy's log and power give otherwise on other CPUs.
+    """
     svg = io.BytesIO()
     fig.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return svg.getvalue()
+    ids: dict[bytes, bytes] = {}
+    return _HASHED.sub(lambda found: ids.setdefault(found[0], b"%c%d" % (found[0][0], len(ids))), svg.getvalue())
 
 
 def table(frame: pd.DataFrame, caption: str, tier: str, n: int | str, folded: bool = False) -> None:
