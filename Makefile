@@ -42,8 +42,9 @@ browser:
 		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
 		|| { echo "the page tests need Chromium: install the package chromium, then run make test again" >&2; exit 1; }
 
+# A file's tests stay in one process, which makes their models and reports once.
 test: setup browser ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lab: setup ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
