@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batch_variance.common import BadInput, environment
-from batch_variance.hooks.audit import _results
+from batch_variance.hooks.dispatched import _results
 from batch_variance.hooks.record import TABLES, add, recorded, tables
 
 
@@ -61,5 +61,5 @@ def test_the_shipped_recordings_hold_their_controls():
 def test_seeds_that_fused_attention_returns_are_no_results():
     attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
     kept = [torch.zeros(1), torch.ones(1)]
-    assert [t.item() for t in _results(attention, (*kept, torch.full((1,), 7), torch.full((1,), 8)))] == [0.0, 1.0]
-    assert len(_results(torch.ops.aten.mm.default, torch.zeros(2))) == 1
+    assert [t.item() for t in _results(attention, (*kept, torch.full((1,), 7), torch.full((1,), 8)), (), {})] == [0.0, 1.0]
+    assert len(_results(torch.ops.aten.mm.default, torch.zeros(2), (), {})) == 1

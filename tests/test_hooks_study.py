@@ -182,3 +182,6 @@ def test_sentences_where_nothing_differs_and_where_something_does():
     assert plain(study.introduced_sentence(some, first)) == (
         "2 calls of 1 kinds bring a difference in, 5 only pass one on. The first is `mm` in `layer` (prefill)."
     )
+    skipped = [{"op": "div.Tensor", "module": "layer", "ran": "in the batch only"}]
+    assert study.introduced_sentence(none, None, skipped).startswith("No operation that was compared gives")
+    assert plain(study.introduced_sentence(some, first, skipped)).endswith("1 operations could not be compared, the first `div.Tensor` in `layer`.")

@@ -53,6 +53,19 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
     return path
 
 
+def check_writable(path: Path | str) -> None:
+    """Raises BadInput where ``write_atomically`` could not write ``path``: asked before hours of work."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=f".{path.stem}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written ({error.strerror or error}): give a file in a folder that you may write to.") from error
+
+
 def write_text(path: Path | str, text: str) -> Path:
     """Write a text file whole or not at all."""
     return write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -9,29 +9,30 @@ other bits. Where its inputs in the batch already differ, the inputs it had alon
 once more; if the difference is then gone it was only *propagated*. This tells correlation from cause one operation at
 a time.
 
-The batch's place in a tensor is found from shapes: a dimension N times as long as in the run alone holds the rows in
-order, also where tokens, heads or pages were folded into it.
+What a batch makes of one row for all (``x + x[:1]``) is part of the operation that reads it: it is not put in anew.
+Where the batch runs other operations than the row alone, or its entries cannot be told apart, nothing is compared, and
+that is said.
 """
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any, Callable, Iterable, Sequence
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..common import BadInput
 from .comparing import Difference, compare_rows, flipped
-from .layouts import fresh_like, strided
+from .dispatched import Recorder, copied, run_again, tensors
+from .parts import Place, Unaligned, carried, place_of
 from .snapshots import same_bits
 from .subjects import CausalSubject, Subject
 
 AUDIT_AXES = ("rerun", "contents", "composition", "position", "solo")
 SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
-_BACKWARD_ONLY = frozenset({"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"})
-_WINDOW = 40  # how far ahead an operation that ran in only one of two runs is looked for
+_MOVES_ONLY = "aten.clone.default"  # it makes no bits
 
 
 @dataclass
@@ -45,8 +46,13 @@ class Seen:
     leaves: list[list[Any]]  # a watched row's flattened arguments
     spec: Any
     outputs: list[list[torch.Tensor]]
-    dims: list[int | None] = field(default_factory=list)  # an argument's dimension that holds the rows in a batch
+    places: list[Place | None] = field(default_factory=list)  # where an argument of a batch holds the rows
+    out_places: list[Place | None] = field(default_factory=list)
     base: list[list[torch.Tensor]] | None = None  # the rows' outputs in the base batch
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.phase, self.module, self.op
 
 
 @dataclass
@@ -70,104 +76,13 @@ class OperationRecord:
     note: str = ""
 
 
-class Unaligned(Exception):
-    """A tensor of the batch that does not line up with the one of the row alone."""
-
-
-class _Recorder(TorchDispatchMode):
-    """Hands each operation that computes to ``saw(function, leaves, spec, outputs)``; views and factories pass by."""
-
-    def __init__(self, module: torch.nn.Module, saw: Callable):
-        super().__init__()
-        self.phase, self._saw, self._stack, self._handles = "", saw, [], []
-        for name, part in module.named_modules():
-            self._handles.append(part.register_forward_pre_hook(self._entering(name)))
-            self._handles.append(part.register_forward_hook(self._leaving, always_call=True))
-
-    @property
-    def where(self) -> str:
-        return self._stack[-1] if self._stack else ""
-
-    def _entering(self, name: str):
-        def hook(module, args):
-            self._stack.append(name)
-
-        return hook
-
-    def _leaving(self, module, args, output):
-        self._stack.pop()
-
-    def __exit__(self, *exception):
-        for handle in self._handles:
-            handle.remove()
-        return super().__exit__(*exception)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        leaves, spec = tree_flatten((args, kwargs))
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) or _only_views(function):
-            return function(*args, **kwargs)
-        written = (
-            [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            if function._schema.is_mutable
-            else []
-        )
-        before = [_copy(leaf) if i in written else leaf for i, leaf in enumerate(leaves)]
-        result = function(*args, **kwargs)
-        outputs = _results(function, result)
-        if any(t.numel() for t in outputs):
-            self._saw(self, function, before, spec, outputs)
-        return result
-
-
-def _only_views(function: Callable) -> bool:
-    return getattr(function, "is_view", False) or str(function) in (
-        "aten.detach.default",
-        "aten._reshape_alias.default",
-        "aten._unsafe_view.default",
-    )
-
-
-def _copy(leaf: Any) -> Any:
-    """A tensor's own copy with the same strides. Dimensions that share one memory get memory each, outside the others:
-    kernels ask for the inner strides that a padded mask has.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    strides = list(leaf.stride())
-    reach = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, strides) if n)
-    for d in reversed(range(leaf.dim())):
-        if strides[d] == 0 and leaf.shape[d] > 1:
-            strides[d] = reach = -(-reach // 16) * 16
-            reach *= leaf.shape[d]
-    return torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device=leaf.device).copy_(leaf.detach())
-
-
-def carried(batched: torch.Tensor, alone: torch.Tensor, n: int) -> int | None:
-    """The dimension that holds n rows, or None where the tensor is the same for every batch. Raises Unaligned
-    otherwise.
-    """
-    if batched.shape == alone.shape:
-        return None
-    if batched.dim() == alone.dim():
-        unequal = [d for d in range(alone.dim()) if batched.shape[d] != alone.shape[d]]
-        if len(unequal) == 1 and batched.shape[unequal[0]] == n * alone.shape[unequal[0]]:
-            return unequal[0]
-    raise Unaligned(f"{tuple(batched.shape)} in a batch of {n} against {tuple(alone.shape)} alone")
-
-
-def part_of(batched: torch.Tensor, alone: torch.Tensor, position: int, n: int) -> torch.Tensor:
-    """The row's part of a batched tensor: of the same shape as the tensor it had alone."""
-    dim = carried(batched, alone, n)
-    return batched if dim is None else batched.narrow(dim, position * alone.shape[dim], alone.shape[dim])
-
-
 class Audit:
-    """Runs a subject alone and in batches, and holds what was found; see ``operations``, ``groups``, ``first`` and
-    ``sizes``.
+    """Runs a subject alone and in batches, and holds what was found; see ``operations``, ``groups``, ``first``,
+    ``uncompared`` and ``sizes``.
 
     subject: what to run. watched: how many of its first rows are followed (each is run alone once).
-    Raises BadInput for a batch under two rows, or a watched row that leaves no batchmate.
+    Raises BadInput for a batch under two rows, a watched row that leaves no batchmate, watched rows that run different
+    operations alone, or a module of which nothing can be compared.
     """
 
     def __init__(self, subject: Subject, watched: int = 2):
@@ -181,12 +96,16 @@ class Audit:
         self.unmatched: Counter = Counter()
         self.feed_unrepeatable = 0
         self.flip_seen = self.rows_told_apart = False
+        self._uncompared: list[dict] = []
         self._fed_as_is: set = set()
         self._varied = False
+        self._made: dict[StorageWeakRef, tuple[str, int | None]] = {}
+        self._whole: tuple | None = None
         with torch.no_grad():
             self._run_alone()
             self._run_batches()
             self._controls()
+        self._made.clear()
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -199,21 +118,15 @@ class Audit:
             def keep(leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage().data_ptr() in parameters:
                     return leaf
-                key = (
-                    leaf.untyped_storage().data_ptr(),
-                    leaf.storage_offset(),
-                    leaf.shape,
-                    leaf.stride(),
-                    leaf._version,
-                    leaf.dtype,
-                )
-                if key not in memory:
-                    memory[key] = (_copy(leaf), leaf)  # the original is held, so that its address stays its own
+                key = leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
+                # Its version would not tell that it is as it was: writing through ``.data`` leaves it alone.
+                if key not in memory or not same_bits(memory[key][0], leaf):
+                    memory[key] = (copied(leaf), leaf)  # the original is held, so that its address stays its own
                 return memory[key][0]
 
             def saw(recorder, function, leaves, spec, outputs):
                 nonlocal position
-                kept, given = [keep(leaf) for leaf in leaves], [_copy(t) for t in outputs]
+                kept, given = [keep(leaf) for leaf in leaves], [copied(t) for t in outputs]
                 if row == 0:
                     self.seen.append(
                         Seen(recorder.phase, str(function), recorder.where, function, [kept], spec, [given])
@@ -221,7 +134,9 @@ class Audit:
                 else:
                     if position >= len(self.seen) or self.seen[position].op != str(function):
                         raise BadInput(
-                            f"row {row} alone ran other operations than row 0 alone (at {recorder.where}, {function}): their shapes must agree."
+                            f"row {row} alone runs other operations than row 0 alone (first {function} in "
+                            f"{recorder.where or 'the module'}), as where each row chooses its experts: follow one row "
+                            "(watched = 1, --rows 1)."
                         )
                     self.seen[position].leaves.append(kept)
                     self.seen[position].outputs.append(given)
@@ -235,6 +150,10 @@ class Audit:
         stand_ins = [row + n for row in every]
         here = {row: row for row in self.watched}
         self._compare_run("base", every, here)
+        if not any(record.carries for record in self.records):
+            raise BadInput(
+                f"none of the {len(self.seen)} operations that a row runs alone could be found again in a batch of {n}."
+            )
         self._compare_run("rerun", every, here)
         for row in self.watched:
             self._compare_run("contents", [r if r == row else stand_ins[r] for r in every], {row: row})
@@ -249,7 +168,7 @@ class Audit:
         self._compare_run("composition", every + stand_ins, here)
 
     def _run(self, rows: Sequence[int], saw: Callable) -> None:
-        with _Recorder(self.subject.module, saw) as recorder:
+        with Recorder(self.subject.module, saw) as recorder:
 
             def phase(name: str) -> None:
                 recorder.phase = name
@@ -257,51 +176,98 @@ class Audit:
             self.subject.run(rows, phase)
 
     def _compare_run(self, axis: str, rows: Sequence[int], places: dict[int, int]) -> None:
-        at = 0
+        """Compare a batch with the rows alone, operation by operation; where it runs others, those in common."""
+        alone = [seen.key for seen in self.seen]
+        keys = self._compare(axis, rows, places, list(range(len(alone))), alone)
+        if keys != alone:
+            targets: list[int | None] = [None] * len(keys)
+            for block in SequenceMatcher(None, alone, keys, autojunk=False).get_matching_blocks():
+                targets[block.b : block.b + block.size] = range(block.a, block.a + block.size)
+            self._compare(axis, rows, places, targets, keys)
+
+    def _compare(
+        self, axis: str, rows: Sequence[int], places: dict[int, int], targets: list[int | None], expected: list[tuple]
+    ) -> list[tuple]:
+        """Run once; returns the operations that ran. Comparing ends at the first that is not the one expected.
+
+        targets: for each operation expected, which of those alone it is compared with.
+        """
+        base, keys, following, last = axis == "base", [], True, -1
+        if base:
+            self._varied, self._uncompared, self._made = False, [], {}
+
+        def skipped(until: int) -> None:
+            for missing in self.seen[last + 1 : until]:
+                self._unmatched(axis, missing.key, last + 1, "alone only")
 
         def saw(recorder, function, leaves, spec, outputs):
-            nonlocal at
-            found = self._find(at, str(function), recorder.where)
-            if found is None:
-                self.unmatched[(axis, recorder.phase, str(function))] += 1
+            nonlocal following, last
+            key, at = (recorder.phase, recorder.where, str(function)), len(keys)
+            keys.append(key)
+            following = following and at < len(expected) and expected[at] == key
+            if not following:
                 return
-            at = found + 1
+            found = targets[at]
+            if found is None:
+                self._unmatched(axis, key, last + 1, "in the batch only")
+                return
+            skipped(found)
+            last = found
             seen, record = self.seen[found], self.records[found]
             try:
-                if axis == "base":
+                if not seen.outputs[0] or not outputs:
+                    raise Unaligned("it works on nested or sparse tensors")
+                if base:
                     self._against_alone(seen, record, function, leaves, spec, outputs, len(rows), places)
                 else:
                     self._against_base(axis, seen, record, outputs, len(rows), places)
             except Unaligned as error:
-                record.note = record.note or str(error)
+                record.note = record.note or f"not compared: {error}"
+                if base:
+                    self._not_compared(key, found, "both", str(error))
+                    for t in outputs:
+                        self._made.pop(StorageWeakRef(t.untyped_storage()), None)
 
         self._run(rows, saw)
+        if following and keys == expected:
+            skipped(len(self.seen))
+        return keys
 
-    def _find(self, at: int, op: str, module: str) -> int | None:
-        for k in range(at, min(at + _WINDOW, len(self.seen))):
-            if self.seen[k].op == op and self.seen[k].module == module:
-                return k
-        return None
+    def _unmatched(self, axis: str, key: tuple[str, str, str], index: int, ran: str) -> None:
+        phase, _, op = key
+        self.unmatched[(axis, phase, op)] += 1
+        if axis == "base":
+            self._not_compared(key, index, ran, "it has no counterpart")
+
+    def _not_compared(self, key: tuple[str, str, str], index: int, ran: str, why: str) -> None:
+        phase, module, op = key
+        if op != _MOVES_ONLY:
+            found = {"index": index, "phase": phase, "module": module, "op": _short(op), "ran": ran, "why": why}
+            self._uncompared.append(found)
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
     def _against_alone(
         self, seen: Seen, record: OperationRecord, function, leaves, spec, outputs, n: int, places: dict[int, int]
     ) -> None:
-        dims = [
-            carried(leaf, alone, n) if isinstance(leaf, torch.Tensor) else None
-            for leaf, alone in zip(leaves, seen.leaves[0])
-        ]
-        rows_in = any(dim is not None for dim in dims)
-        rows_out = any(carried(t, alone, n) is not None for t, alone in zip(outputs, seen.outputs[0]))
-        if not (rows_in or rows_out):
+        if len(leaves) != len(seen.leaves[0]) or len(outputs) != len(seen.outputs[0]):
+            raise Unaligned("it takes or returns another number of tensors than alone")
+        at = [places[row] for row in self.watched]
+        self._place(seen, leaves, outputs, at, n)
+        if not any(seen.places) and not any(seen.out_places):
+            self._follow(leaves, outputs)
             return
-        seen.dims = dims
-        seen.base = [self._rows_of(outputs, seen.outputs[row], places[row], n, copy=True) for row in self.watched]
-        record.carries, record.spans_batch = True, not rows_out
+        record.carries, record.spans_batch = True, not any(seen.out_places)
+        seen.base = [self._rows_of(outputs, seen, row, places[row], n, copy=True) for row in self.watched]
+        whole = next(((k, t) for k, t in enumerate(outputs) if seen.out_places[k] and t.dtype.is_floating_point), None)
+        self._whole = (seen, *whole, n) if whole else self._whole
+        given = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         into = self._difference(
-            [_tensors(seen.leaves[row]) for row in self.watched],
-            [self._rows_of(_tensors(leaves), _tensors(seen.leaves[row]), places[row], n) for row in self.watched],
+            [[seen.leaves[row][k] for k in given] for row in self.watched],
+            [
+                [_part(leaves[k], seen.leaves[row][k], seen.places[k], places[row], n) for k in given]
+                for row in self.watched
+            ],
         )
         out = self._difference(seen.outputs, seen.base)
         record.varies["solo"] = out.rows_differ > 0
@@ -321,30 +287,79 @@ class Audit:
         if record.spans_batch:
             record.note = "one result for the whole batch"
         elif record.varies["solo"] and not record.introduces and not self._varied:
-            # Nothing before it differed, and yet its input does: made without inputs, such as the rows' own numbers.
-            record.introduces, record.max_ulp_introduced, record.note = True, out.max_ulp, "its input numbers the rows"
+            self._came_from_nowhere(record, out)
+        kinds = [(a.dtype, b.dtype) for a, b in zip(seen.outputs[0], outputs) if a.dtype != b.dtype]
+        if kinds:
+            record.note = f"its result is {kinds[0][1]} in the batch and {kinds[0][0]} alone"
         self._varied |= record.varies["solo"] and not decides
+        for t, place in zip(outputs, seen.out_places):
+            made = ("row", place.step(t, n)) if place else ("batch" if record.spans_batch else "row", None)
+            self._made[StorageWeakRef(t.untyped_storage())] = made
+
+    def _place(self, seen: Seen, leaves, outputs, at: list[int], n: int) -> None:
+        """Find where the rows lie in what the operation takes and returns. Raises Unaligned."""
+        seen.places, seen.out_places, inner = [], [], set()
+        for k, leaf in enumerate(leaves):
+            place = None
+            if isinstance(leaf, torch.Tensor):
+                alone = [kept[k] for kept in seen.leaves]
+                place = place_of(leaf, alone, at, n, step=self._made_as(leaf)[1])
+                if place and alone[0].shape[place.dim] > 1:
+                    inner.add(place.inner)
+            seen.places.append(place)
+        likely = inner.pop() if len(inner) == 1 else None
+        for k, t in enumerate(outputs):
+            seen.out_places.append(place_of(t, [kept[k] for kept in seen.outputs], at, n, likely=likely))
+
+    def _follow(self, leaves, outputs) -> None:
+        """What is computed from one row's values, or from a result for the whole batch, is made of such too."""
+        kinds = {self._made_as(leaf)[0] for leaf in tensors(leaves)}
+        kind = "batch" if "batch" in kinds else "row" if "row" in kinds else ""
+        for t in outputs:
+            self._made[StorageWeakRef(t.untyped_storage())] = (kind, None)
+
+    def _made_as(self, leaf: torch.Tensor) -> tuple[str, int | None]:
+        """What its memory was last written with: "row", values that rows have each for themselves, and the elements from
+        a row to the next; "batch", one result for the whole batch; or nothing known.
+        """
+        return self._made.get(StorageWeakRef(leaf.untyped_storage()), ("", None))
+
+    def _came_from_nowhere(self, record: OperationRecord, out: Difference) -> None:
+        """Nothing compared before it differed, and yet its input does."""
+        if self._uncompared:
+            record.note = f"its inputs differ already; not compared before it: {_named(self._uncompared)}"
+        else:  # made without inputs, such as the rows' own numbers
+            record.introduces, record.max_ulp_introduced, record.note = True, out.max_ulp, "its input numbers the rows"
 
     def _against_base(
         self, axis: str, seen: Seen, record: OperationRecord, outputs, n: int, places: dict[int, int]
     ) -> None:
         if seen.base is None or not record.carries:
             return
-        now = [self._rows_of(outputs, seen.outputs[row], places[row], n) for row in places]
+        if len(outputs) != len(seen.outputs[0]):
+            raise Unaligned("it returns another number of tensors than alone")
+        now = [self._rows_of(outputs, seen, row, places[row], n) for row in places]
         found = self._difference([seen.base[row] for row in places], now)
         record.varies[axis] = record.varies.get(axis, False) or found.rows_differ > 0
 
     def _rows_of(
-        self, batched: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], place: int, n: int, copy: bool = False
+        self, batched: Sequence[torch.Tensor], seen: Seen, row: int, position: int, n: int, copy: bool = False
     ) -> list[torch.Tensor]:
-        parts = [part_of(t, one, place, n) for t, one in zip(batched, alone, strict=True)]
+        """The row's part of an operation's results."""
+        if len(batched) != len(seen.outputs[row]):
+            raise Unaligned("it returns another number of tensors than alone")
+        parts = [_part(t, one, p, position, n) for t, one, p in zip(batched, seen.outputs[row], seen.out_places)]
         return [part.clone() for part in parts] if copy else parts
 
     def _fed(self, seen: Seen, function, leaves, spec, n: int, places: dict[int, int]) -> Difference:
         """Run the batch's operation with the watched rows' inputs as they were alone, and compare with what it gave
         alone.
         """
-        shared = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and seen.dims[k] is None]
+        given = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if any(leaves[k].dtype != seen.leaves[0][k].dtype for k in given):
+            return Difference()  # what came in was another dtype: nothing to put in
+        # One row's values that all rows read are the batch's doing, not an input of the row's.
+        shared = [k for k in given if seen.places[k] is None and self._made_as(leaves[k])[0] != "row"]
         same = all(
             self._difference([[seen.leaves[row][k]]], [[leaves[k]]]).rows_differ == 0
             for k in shared
@@ -354,27 +369,27 @@ class Audit:
         total = Difference()
         for rows in [self.watched] if same else [[row] for row in self.watched]:
             fed = [seen.leaves[rows[0]][k] if k in shared and not same else leaf for k, leaf in enumerate(leaves)]
-            for k, dim in enumerate(seen.dims):
-                if dim is not None:
-                    fed[k] = _copy(leaves[k])
+            for k, place in enumerate(seen.places):
+                if place is not None:
+                    fed[k] = copied(leaves[k])
                     for row in rows:
-                        part_of(fed[k], seen.leaves[row][k], places[row], n).copy_(seen.leaves[row][k])
-                elif k in shared and function._schema.is_mutable:
-                    fed[k] = _copy(fed[k])
-            given = _outputs(function, fed, spec)
+                        place.part(fed[k], seen.leaves[row][k], places[row], n).copy_(seen.leaves[row][k])
+                elif k in given and function._schema.is_mutable:
+                    fed[k] = copied(fed[k])
+            again = run_again(function, fed, spec)
             total = total + self._difference(
                 [seen.outputs[row] for row in rows],
-                [self._rows_of(given, seen.outputs[row], places[row], n) for row in rows],
+                [self._rows_of(again, seen, row, places[row], n) for row in rows],
             )
         return total
 
     def _feed_control(self, record: OperationRecord, function, leaves, spec, outputs) -> None:
         """Once a kind of operation: run again on copies of its own inputs, it must give its own outputs."""
-        kind = (str(function), tuple(t.shape for t in _tensors(leaves)))
+        kind = (str(function), tuple(t.shape for t in tensors(leaves)))
         if kind in self._fed_as_is:
             return
         self._fed_as_is.add(kind)
-        again = _outputs(function, [_copy(leaf) for leaf in leaves], spec)
+        again = run_again(function, [copied(leaf) for leaf in leaves], spec)
         if not all(same_bits(a, b) for a, b in zip(again, outputs)):
             self.feed_unrepeatable += 1
             record.note = (
@@ -384,7 +399,9 @@ class Audit:
     def _difference(
         self, before: Sequence[Sequence[torch.Tensor]], after: Sequence[Sequence[torch.Tensor]]
     ) -> Difference:
-        """Compare rows given as lists of tensors. Parameters compare by being the same memory."""
+        """Compare rows given as lists of tensors. Parameters compare by being the same memory; another dtype is a
+        difference that has no distance.
+        """
         total, differ = Difference(rows=len(before)), 0
         for olds, news in zip(before, after):
             unequal = False
@@ -393,22 +410,20 @@ class Audit:
                     continue
                 if old.numel() and not same_bits(old, new):
                     unequal = True
-                    total = total + compare_rows([[old]], [[new]], [False])
+                    if old.dtype == new.dtype:
+                        total = total + compare_rows([[old]], [[new]], [False])
             differ += unequal
         total.rows, total.rows_differ = len(before), differ
         return total
 
     def _controls(self) -> None:
-        """The comparison sees a flipped bit, and tells two rows of one batch apart."""
-        last = next(
-            (s for s in reversed(self.seen) if s.base is not None and s.base[0][0].dtype.is_floating_point), None
-        )
-        if last is None:
+        """The comparison sees a flipped bit, and tells a row from a batchmate: in the last floating result with rows."""
+        if self._whole is None:
             return
-        out = last.base[0][0]
-        self.flip_seen = self._difference([[out]], [[flipped(out)]]).rows_differ == 1
-        other = last.base[1][0] if len(last.base) > 1 else None
-        self.rows_told_apart = other is not None and self._difference([[out]], [[other]]).rows_differ == 1
+        seen, k, whole, n = self._whole
+        own, *others = (_part(whole, seen.outputs[0][k], seen.out_places[k], position, n) for position in range(n))
+        self.flip_seen = self._difference([[own]], [[flipped(own)]]).rows_differ == 1
+        self.rows_told_apart = any(self._difference([[own]], [[other]]).rows_differ == 1 for other in others)
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
@@ -477,6 +492,14 @@ class Audit:
             else found[["index", "phase", "module", "op", "max_ulp_introduced"]].to_dict("records")[0]
         )
 
+    def uncompared(self) -> pd.DataFrame:
+        """Operations of the base batch or of the row alone that could not be compared, in order: index (of the operation
+        alone at whose place it ran), phase, module, op, ran ("both", "alone only", "in the batch only"), why.
+
+        Copies are left out: they make no bits.
+        """
+        return pd.DataFrame(self._uncompared, columns=["index", "phase", "module", "op", "ran", "why"])
+
     def axes(self) -> pd.DataFrame:
         """Per axis: operations compared, operations whose bits changed, and whether the final operation's did."""
         frame = self.operations()
@@ -533,55 +556,29 @@ class Audit:
         """A watched row's outputs with the operation run at a batch size, the row first."""
         leaves = []
         for k, leaf in enumerate(seen.leaves[row]):
-            if seen.dims[k] is not None:
-                leaf = _joined([seen.leaves[(row + p) % len(self.watched)][k] for p in range(size)], seen.dims[k])
+            if seen.places[k] is not None:
+                leaf = seen.places[k].joined([seen.leaves[(row + p) % len(self.watched)][k] for p in range(size)])
             elif isinstance(leaf, torch.Tensor) and seen.function._schema.is_mutable:
-                leaf = _copy(leaf)
+                leaf = copied(leaf)
             leaves.append(leaf)
-        return [
-            part_of(t, alone, 0, size).clone()
-            for t, alone in zip(_outputs(seen.function, leaves, seen.spec), seen.outputs[row])
-        ]
+        outputs = run_again(seen.function, leaves, seen.spec)
+        return [part.clone() for part in self._rows_of(outputs, seen, row, 0, size)]
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The parts one after another along ``dim``, with the strides of the first; where those would overlap, ``dim`` is
-    outermost.
-    """
-    size = sum(part.shape[dim] for part in parts)
-    new = fresh_like(parts[0], dim, size)
-    reach = 1
-    for stride, n in sorted(zip(new.stride(), new.shape)):
-        if n > 1 and stride < reach:
-            one = _copy(parts[0].narrow(dim, 0, 1))
-            strides, shape = list(one.stride()), list(one.shape)
-            span = 1 + sum((m - 1) * s for m, s in zip(shape, strides))
-            strides[dim], shape[dim] = -(-span // 16) * 16, size
-            new = strided(shape, strides, one.dtype, one.device)
-            break
-        reach = max(reach, stride * n)
-    start = 0
-    for part in parts:
-        new.narrow(dim, start, part.shape[dim]).copy_(part)
-        start += part.shape[dim]
-    return new
+def _part(
+    batched: torch.Tensor, alone: torch.Tensor, place: Place | None, position: int, n: int
+) -> torch.Tensor:
+    """The row's part, or all of what has no rows. Raises Unaligned."""
+    if place is not None:
+        return place.part(batched, alone, position, n)
+    if carried(batched, alone, n) is not None:
+        raise Unaligned(f"{tuple(batched.shape)} in a batch of {n} against {tuple(alone.shape)} alone")
+    return batched
 
 
-def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _outputs(function: Callable, leaves: Sequence[Any], spec: Any) -> list[torch.Tensor]:
-    args, kwargs = tree_unflatten(list(leaves), spec)
-    return _results(function, function(*args, **kwargs))
-
-
-def _results(function: Callable, result: Any) -> list[torch.Tensor]:
-    """The tensors that an operation computed. What fused attention returns for its backward pass alone is left out:
-    seeds and offsets are not even written where nothing is dropped, so their bits are whatever lay in memory."""
-    named = zip(function._schema.returns, result) if isinstance(result, tuple) else ((None, result),)
-    kept = [value for declared, value in named if declared is None or declared.name not in _BACKWARD_ONLY]
-    return [t for t in tree_flatten(kept)[0] if isinstance(t, torch.Tensor)]
+def _named(uncompared: Sequence[dict], most: int = 4) -> str:
+    names = dict.fromkeys(f"{one['op']} ({one['module'] or 'the module'}, {one['ran']})" for one in uncompared)
+    return ", ".join(list(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def without_layer(module: str) -> str:

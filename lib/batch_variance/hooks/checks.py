@@ -50,10 +50,10 @@ def run_check(check: Any, context: CheckContext) -> dict:
     name = getattr(check, "name", None) or getattr(check, "__name__", type(check).__name__)
     try:
         found = check.look(context) if hasattr(check, "look") else check(context.call.flat())
+        if not isinstance(found, Finding):  # a bool, or what numpy or torch has for one
+            found = Finding(context.rows, 0 if bool(found) else context.rows)
     except Exception as error:  # a user's check must not reach the engine
         found = Finding(0, 0, False, f"the check raised {type(error).__name__}: {error}")
-    if isinstance(found, bool):
-        found = Finding(context.rows, 0 if found else context.rows)
     return {
         "check": name,
         "call": context.number,
@@ -232,7 +232,7 @@ class TailUnread:
         poisoned = call.get(self.argument).clone(memory_format=torch.preserve_format)
         for row, (start, end) in enumerate(ranges):
             if end > start:
-                poisoned[row].narrow(self.dim - 1, start, end - start).fill_(value)
+                poisoned[row].narrow(self.dim % poisoned.dim() - 1, start, end - start).fill_(value)
         return call.replace({self.argument: poisoned})
 
 

@@ -10,10 +10,12 @@ import click
 import pandas as pd
 
 from ..common import BadInput, environment, resolve_device
-from ..common.data import write_text
+from ..common.data import check_writable, write_text
 from ..engine.checkpoint import DEFAULT_MODEL, hf_folder
 from .audit import SIZES, Audit, tokens
-from .subjects import PROMPTS, causal_subject
+from .subjects import DTYPES, PROMPTS, causal_subject
+
+UNCOMPARED_SHOWN = 8
 
 
 def audit_report(
@@ -32,11 +34,13 @@ def audit_report(
     """
     if batch < 2:
         raise BadInput(f"batch {batch} has no batchmates: give 2 or more.")
+    if dtype not in ("auto", *DTYPES):
+        raise BadInput(f"dtype {dtype!r} is none that an audit runs in: give auto or one of {', '.join(DTYPES)}.")
     where = resolve_device(device)
     kind = dtype if dtype != "auto" else ("bfloat16" if where.type == "cuda" else "float32")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' deprecations are no part of the answer
-        subject = causal_subject(str(hf_folder(model)), batch, prompts, kind, str(where), decode_steps)
+        subject = causal_subject(str(hf_folder(model)), batch, prompts, kind, str(where), decode_steps, token_count)
         found = Audit(subject, min(watched, batch))
         sizes = found.sizes()
         told = tokens(subject, token_count) if token_count else None
@@ -53,6 +57,7 @@ def audit_report(
         "decode_steps": decode_steps,
         "axes": _records(axes),
         "first_introducing": found.first(),
+        "uncompared": _records(found.uncompared()),
         "operations": _records(found.groups()),
         "calls": _records(found.operations()),
         "batch_sizes": _records(sizes),
@@ -143,10 +148,20 @@ def summary(report: dict) -> str:
                 if not controls[name]
             ),
         ]
-    first = report["first_introducing"]
+    first, uncompared = report["first_introducing"], pd.DataFrame(report["uncompared"])
+    if len(uncompared):
+        before = len(uncompared) if first is None else int((uncompared["index"] <= first["index"]).sum())
+        lines += [
+            "",
+            f"{len(uncompared)} operations could not be compared, {before} of them before "
+            + ("any that introduces a difference:" if first is None else "the one named below:"),
+            uncompared.drop(columns="index").head(UNCOMPARED_SHOWN).to_string(index=False),
+        ]
     lines += [
         "",
-        "no operation introduces a difference"
+        "no operation that was compared introduces a difference"
+        if first is None and len(uncompared)
+        else "no operation introduces a difference"
         if first is None
         else f"first to introduce a difference: {first['op']} in {first['module']} ({first['phase']}), up to {first['max_ulp_introduced']:,} ULP",
     ]
@@ -157,7 +172,7 @@ def read_prompts(path: Path) -> list[str]:
     """A JSON list of strings. Raises BadInput when it is something else."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # not JSON, or no UTF-8
         raise BadInput(f"{path} is no readable JSON file ({error}): give a JSON list of strings.") from None
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
         raise BadInput(f"{path} is not a JSON list of non-empty strings.")
@@ -194,6 +209,8 @@ def audit(model, batch, dtype, device, prompts, token_count, watched, decode_ste
         if value < least:
             raise BadInput(f"{name} {value}: give {least} or more.")
     texts = read_prompts(prompts) if prompts else list(PROMPTS)
+    if json_path:
+        check_writable(json_path)
     report = audit_report(model, batch, dtype, device, texts, token_count, watched, decode_steps)
     click.echo(summary(report))
     if json_path:

@@ -12,6 +12,7 @@ import torch
 
 from ..common import BadInput
 
+DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = (
     "Give three tips for debugging a CUDA out-of-memory error.",
     "What is the capital of France, and what is it known for?",
@@ -114,6 +115,11 @@ class _Steps:
             use_cache=True,
         )
         self.logits = self._model(**given, logits_to_keep=1).logits[:, -1]
+        if not self._cache.get_seq_length():
+            raise BadInput(
+                f"{type(self._model).__name__} keeps no KV cache of its own accord, so that its decode steps cannot be audited: "
+                "give a causal language model that takes past_key_values."
+            )
 
 
 def causal_subject(
@@ -123,37 +129,52 @@ def causal_subject(
     dtype: str = "float32",
     device: str = "cpu",
     decode_steps: int = 1,
+    tokens: int = 0,
 ) -> CausalSubject:
     """Load a transformers folder and pad ``batch`` prompts (numbered repeats where there are fewer) and their
     stand-ins.
 
-    Raises BadInput for a dtype torch lacks, or a model or tokenizer that transformers cannot load.
+    tokens: how many will be generated from a prompt, if more than ``decode_steps``.
+    Raises BadInput for another dtype than DTYPES, a model or tokenizer that transformers cannot load, a prompt without
+    tokens, and prompts and tokens longer than the model's positions.
     """
     import transformers
 
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise BadInput(f"dtype {dtype!r} is no floating type of torch: give float32, bfloat16 or float16.")
+    if dtype not in DTYPES:
+        raise BadInput(f"dtype {dtype!r} is none that an audit runs in: give one of {', '.join(DTYPES)}.")
+    kind = getattr(torch, dtype)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         with _no_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(device)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a damaged folder makes transformers raise is of many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(
-            f"{folder} cannot be loaded by transformers ({str(error).splitlines()[0]}): give a causal language model's folder or hub id."
+            f"{folder} cannot be loaded by transformers ({reason}): give a causal language model's folder or hub id."
         ) from None
     texts = [
         prompts[i % len(prompts)] + (f" ({i // len(prompts) + 1})" if i >= len(prompts) else "")
         for i in range(2 * batch)
     ]
     rows = [_chat(tokenizer, text) for text in texts]
+    for text, row in zip(texts, rows):
+        if not row:
+            raise BadInput(f"the prompt {text!r} has no tokens under {folder}'s tokenizer: give another.")
     # The stand-ins take the lengths of those whose place they take: only contents differ.
     rows[batch:] = [_fit(rows[batch + (i + 1) % batch], len(rows[i])) for i in range(batch)]
     # One column more than the longest row needs: transformers leaves the mask out for a batch without padding, so
     # that a row would be computed by another path as soon as any batchmate is padded. With a padded column in every
     # row none is.
-    width = max(map(len, rows)) + 1
+    width, tokens = max(map(len, rows)) + 1, max(tokens, decode_steps)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and width - 1 + tokens > positions:
+        raise BadInput(
+            f"the longest prompt has {width - 1} tokens, which with {tokens} to come is more than the model's {positions} "
+            "positions: give shorter prompts or fewer tokens."
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    pad = pad if pad < vocabulary else 0  # any will do: it is masked
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return CausalSubject(model, ids, mask, decode_steps)
@@ -179,7 +200,7 @@ def _chat(tokenizer, text: str) -> list[int]:
         found = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-    except ImportError:  # chat templates need jinja2, which the model itself does not
+    except Exception:  # no jinja2, or a template that does not take a single user's turn: the text itself serves as well
         return tokenizer(text)["input_ids"]
     return found
 

@@ -8,6 +8,7 @@ well-formed and a broken input session, and the audit; each returns tidy frames.
 import types
 import warnings
 from pathlib import Path
+from typing import Sequence
 
 import pandas as pd
 import torch
@@ -228,14 +229,15 @@ def ulp_sentence(distribution: pd.DataFrame) -> str:
     return cite_all(text, distribution)
 
 
-def introduced_sentence(vary: pd.DataFrame, first: dict | None) -> str:
-    """How many calls bring a difference in, from `varying`, and the first operation that does."""
+def introduced_sentence(vary: pd.DataFrame, first: dict | None, uncompared: Sequence[dict] = ()) -> str:
+    """How many calls bring a difference in, from `varying`, the first operation that does, and how much was not compared."""
+    missing = f" {len(uncompared)} operations could not be compared, the first `{uncompared[0]['op']}` in `{uncompared[0]['module']}`." if uncompared else ""
     if vary.empty:
-        return "No operation gives a row other bits in the batch than alone."
+        return ("No operation that was compared" if missing else "No operation") + " gives a row other bits in the batch than alone." + missing
     brought = vary[vary.introduces > 0]
     text = f"{int(brought.introduces.sum())} calls of {len(brought)} kinds bring a difference in, {int(vary.propagates.sum())} only pass one on. "
     named_first = f"The first is `{first['op']}` in `{first['module']}` ({first['phase']})." if first else "None introduces one."
-    return cite_all(text, vary) + named_first
+    return cite_all(text, vary) + named_first + missing
 
 
 # -- are the inputs well formed?
