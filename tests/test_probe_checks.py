@@ -5,6 +5,7 @@ fail.
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,9 @@ def test_tails():
     failed = run(check, [{"lengths": some, "reads": True}], kernel, both)
     assert failed["verdict"] == "fails" and failed["failed"] == 2
     assert run(check, [{"lengths": full, "reads": True}], kernel, both)["verdict"] == "inconclusive"
+    last = TailUnread("x", "lengths", dim=-1)
+    for reads, verdict in ((False, "ok"), (True, "fails")):
+        assert run(last, [{"lengths": some, "reads": reads}], kernel, both)["verdict"] == verdict
     unread = run(check, [{"lengths": some, "reads": False}], lambda x, lengths, reads: lengths * 2.0, both)
     assert unread["verdict"] == "inconclusive"  # the positive control fails: this kernel reads none of it
 
@@ -122,6 +126,15 @@ def test_a_users_check_is_a_function_and_its_failure_stays_its_own():
     assert broken["verdict"] == "inconclusive" and "ZeroDivisionError" in broken["detail"]
     found = run(lambda arguments: Finding(5, 2, True, "two of five"), [{}])
     assert found["rows"] == 5 and found["failed"] == 2 and found["detail"] == "two of five"
+
+
+@pytest.mark.parametrize("truth", [lambda x: x.all(), lambda x: np.bool_(x.all()), lambda x: int(x.all())])
+def test_what_numpy_and_torch_have_for_a_bool_is_one(truth):
+    for lengths, verdict in (([1, 2, 3], "ok"), ([1, 0, 3], "fails")):
+        given = {"lengths": torch.tensor(lengths)}
+        assert run(lambda arguments: truth(arguments["lengths"] > 0), [given])["verdict"] == verdict
+    several = run(lambda arguments: arguments["lengths"] > 0, [{"lengths": torch.tensor([1, 2, 3])}])
+    assert several["verdict"] == "inconclusive" and "RuntimeError" in several["detail"]
 
 
 def test_what_a_check_sees_is_the_call_before_it_ran():
