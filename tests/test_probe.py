@@ -51,6 +51,40 @@ def batch_scaled(x):
 # ------------------------------------------------------------------------------------------
 
 
+def test_what_others_put_at_the_call_site_stays_there():
+    engine = types.SimpleNamespace(kernel=lambda x: x + 1)
+    x = torch.randn(3, 4)
+    first, second = (CallSiteProbe((engine, "kernel"), {"x": 0}) for _ in range(2))
+    patched = engine.kernel = lambda x: x + 2  # between making the probes and putting them in place
+    with first:
+        assert torch.equal(engine.kernel(x), x + 2) and first.calls == 1
+    assert engine.kernel is patched
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # the one that is wrapped goes first
+    assert torch.equal(engine.kernel(x), x + 2) and (first.sampled, second.sampled) == (1, 1)
+    second.__exit__(None, None, None)
+    assert torch.equal(engine.kernel(x), x + 2) and (first.sampled, second.sampled) == (1, 1)
+    with CallSiteProbe((engine, "kernel"), {"x": 0}):
+        renewed = engine.kernel = lambda x: x + 3  # by the engine itself, meanwhile
+    assert engine.kernel is renewed
+
+
+def test_a_probe_within_another_ones_call_sees_the_engines_calls_alone():
+    engine = types.SimpleNamespace(inner=lambda x: pair_sum(x))
+    engine.outer = lambda x: engine.inner(x) + engine.inner(2 * x)
+    outer = CallSiteProbe((engine, "outer"), {"x": 0}, axes=ALL)
+    inner = CallSiteProbe((engine, "inner"), {"x": 0}, axes=ALL)
+    same = CallSiteProbe((engine, "inner"), {"x": 0}, axes=ALL)
+    with outer, inner, same:
+        for rows in (2, 5, 3):
+            engine.outer(torch.randn(rows, 16))
+    assert outer.calls == 3 and inner.calls == same.calls == 6
+    assert inner.frame()["call"].nunique() == same.frame()["call"].nunique() == 6
+    assert not (outer.refusals or inner.refusals or same.refusals)
+    assert {*outer.verdict().values(), *inner.verdict().values(), *same.verdict().values()} == {"invariant"}
+
+
 def test_outputs_buffers_random_state_and_aliases_are_as_without_the_probe(site):
     class Engine:
         def __init__(self):

@@ -20,10 +20,16 @@ _ABSENT = object()
 
 
 class Target:
-    """A place that holds a callable. ``install`` puts a wrapper there, ``remove`` puts back exactly what was there."""
+    """A place that holds a callable. ``read`` looks what it is, ``install`` puts a wrapper of it there, and ``remove``
+    puts it back, unless by then the place holds something else, which is left there.
+    """
 
     def __init__(self, target: Any):
         self.owner, self.name, self.site = _resolve(target)
+        self.read()
+
+    def read(self) -> None:
+        """What the place holds now. Raises BadInput unless that can be called and has done its work when it returns."""
         self._raw = _stored(self.owner, self.name)
         self.function = self._callable()
         if inspect.iscoroutinefunction(self.function) or inspect.isgeneratorfunction(self.function):
@@ -49,8 +55,11 @@ class Target:
         if isinstance(self._raw, (staticmethod, classmethod)):
             wrapper = type(self._raw)(wrapper)
         self._put(wrapper)
+        self._installed = _stored(self.owner, self.name)
 
     def remove(self) -> None:
+        if _stored(self.owner, self.name) is not self._installed:
+            return
         if self._raw is not _ABSENT:
             self._put(self._raw)
         elif isinstance(self.owner, MutableMapping):
@@ -68,7 +77,7 @@ class Target:
 def _stored(owner: Any, name: str) -> Any:
     """What lies at the name itself, so that static and class methods are seen as such; absent where it is inherited."""
     if isinstance(owner, MutableMapping):
-        return owner[name]
+        return owner.get(name, _ABSENT)
     if inspect.ismodule(owner) or inspect.isclass(owner):
         return inspect.getattr_static(owner, name) if name in vars(owner) else _ABSENT
     return vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT

@@ -7,6 +7,7 @@ replayed later `keeping`, what the records mean `verdicts`. The method (identica
 metadata) is that of FlashMLA issue 212, extended to all axes and given controls.
 """
 
+import contextlib
 import functools
 import itertools
 import random
@@ -33,6 +34,7 @@ _NO_RERUN = "the identical call could not be repeated"
 # So many samples in a row whose call changed no argument, or drew no random number, are taken for its habit: what is
 # no longer waited for, or kept, is asked of the replays, and a sample that shows the contrary is refused.
 HABIT = 4
+_REPLAYING: set[int] = set()  # threads that make replays now
 FRAME = ["call", "axis", "rows_checked", "rows_differ", "max_ulp", "max_row_scaled_ulp"]
 RECORD = FRAME + [
     "site",
@@ -49,6 +51,19 @@ RECORD = FRAME + [
     "ulp_histogram",
     "note",
 ]
+
+
+@contextlib.contextmanager
+def _replays():
+    """Meanwhile no probe counts or samples what this thread calls: it is not the engine's."""
+    thread = threading.get_ident()
+    within = thread in _REPLAYING
+    _REPLAYING.add(thread)
+    try:
+        yield
+    finally:
+        if not within:
+            _REPLAYING.discard(thread)
 
 
 @dataclass
@@ -173,16 +188,13 @@ class CallSiteProbe:
         self.whole, self.constant, self.controls = tuple(whole), tuple(constant), controls
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
-        self._signature = signature_of(self.target.function)
-        self._binder = Binder(self._signature)
-        self._check_arguments()
+        self._read_target()
         owner = self.target.owner
         if isinstance(owner, torch.nn.Module):
             self.state.append(owner)
         self._builder = Builder(self.fresh, self.values, self.pad)
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
-        self._replaying: set[int] = set()  # threads that make replays now
         self._records: list[dict] = []
         self._check_records: list[dict] = []
         self.refusals: dict[str, int] = {}
@@ -196,6 +208,13 @@ class CallSiteProbe:
         self._controlled = False  # whether the positive controls have ever succeeded
         self._log = log
         self._installed = False
+
+    def _read_target(self) -> None:
+        """The call site as it is now: between making a probe and putting it in place others may have wrapped it too."""
+        self.target.read()
+        self._signature = signature_of(self.target.function)
+        self._binder = Binder(self._signature)
+        self._check_arguments()
 
     def _check_arguments(self) -> None:
         unknown = [axis for axis in self.axes if axis not in AXES]
@@ -242,6 +261,7 @@ class CallSiteProbe:
     def __enter__(self) -> "CallSiteProbe":
         if self._installed:
             raise BadInput(f"the probe at {self.site} is already in place: make another one for a second site.")
+        self._read_target()
         if isinstance(self._log, (str, bytes)) or hasattr(self._log, "__fspath__"):
             from .log import ProbeLog
 
@@ -261,11 +281,11 @@ class CallSiteProbe:
 
     def _wrap(self, function: Callable) -> Callable:
         # Most calls are not sampled: for those each line here is what the probe costs.
-        numbers, replaying, this_thread = self._numbers, self._replaying, threading.get_ident
+        numbers, replaying, this_thread = self._numbers, _REPLAYING, threading.get_ident
         stride = self.every if self.every is not None and not self.probability else 1
 
         def probed(*args, **kwargs):
-            if replaying and this_thread() in replaying:  # a replay that reaches its own call site
+            if replaying and this_thread() in replaying:  # a replay, this probe's or another's
                 return function(*args, **kwargs)
             number = next(numbers)
             self.calls = number + 1
@@ -276,6 +296,8 @@ class CallSiteProbe:
         return probed
 
     def _chosen(self, number: int) -> bool:
+        if not self._installed:  # taken away, but a wrapper that was put around it in the meantime still calls it
+            return False
         if self.every is not None and number % self.every == 0:
             chosen = True
         else:
@@ -373,14 +395,13 @@ class CallSiteProbe:
     def _control_now(self, taken: Taken, result: Any) -> None:
         after, after_random = KeptState([*self.state, result]), RandomState()
         taken.results = {path: after.copy_of(t) for path, t in tensors(result)}
-        self._replaying.add(threading.get_ident())
-        try:
-            self._study(taken, after)
-        finally:
-            # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
-            after.restore(unasked=bool(self._unread))
-            after_random.restore()
-            self._replaying.discard(threading.get_ident())
+        with _replays():
+            try:
+                self._study(taken, after)
+            finally:
+                # A kernel may hand out a buffer of its own: then a replay has written over the engine's result.
+                after.restore(unasked=bool(self._unread))
+                after_random.restore()
 
     # -- controls made later -------------------------------------------------------------------------------------------
 
@@ -425,23 +446,22 @@ class CallSiteProbe:
             self._give_up(error)
             return 0
         settle(devices)
-        self._replaying.add(threading.get_ident())
-        try:
-            while self._backlog and (seconds is None or time.perf_counter() - started < seconds):
-                waiting, done = self._backlog.take(), done + 1
-                try:
-                    with waiting.surroundings.entered():
-                        self._study(waiting.taken, None)
-                        self._settle()
-                except Exception as error:
-                    self._failed(waiting.taken.number, error)
-        finally:
-            settle(devices)
-            engine.restore()
-            random_state.restore()
-            settle(devices)
-            self._replaying.discard(threading.get_ident())
-            self.control_seconds += time.perf_counter() - started
+        with _replays():
+            try:
+                while self._backlog and (seconds is None or time.perf_counter() - started < seconds):
+                    waiting, done = self._backlog.take(), done + 1
+                    try:
+                        with waiting.surroundings.entered():
+                            self._study(waiting.taken, None)
+                            self._settle()
+                    except Exception as error:
+                        self._failed(waiting.taken.number, error)
+            finally:
+                settle(devices)
+                engine.restore()
+                random_state.restore()
+                settle(devices)
+                self.control_seconds += time.perf_counter() - started
         return done
 
     def _give_up(self, error: Exception) -> None:
