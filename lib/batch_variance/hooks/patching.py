@@ -26,7 +26,6 @@ class Target:
 
     def __init__(self, target: Any):
         self.owner, self.name, self.site = _resolve(target)
-        self.read()
 
     def read(self) -> None:
         """What the place holds now. Raises BadInput unless that can be called and has done its work when it returns."""
