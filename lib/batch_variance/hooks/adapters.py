@@ -74,9 +74,9 @@ _FLASHMLA = dict.fromkeys(
 _CACHES, _WEIGHTS = ("k_cache", "extra_k_cache"), ("attn_sink",)
 
 
-def _flashmla(module: str, interface: str) -> Site:
+def _flashmla(module: str, interface: str, **more: Any) -> Site:
     options = {"fresh": {"tile_scheduler_metadata": _schedule_of(interface)}, "whole": _CACHES, "constant": _WEIGHTS}
-    return Site(f"{module}:flash_mla_with_kvcache", _FLASHMLA, options)
+    return Site(f"{module}:flash_mla_with_kvcache", _FLASHMLA, {**options, **more})
 
 
 SITES: dict[str, Site] = {
@@ -94,7 +94,10 @@ SITES: dict[str, Site] = {
     ),
     "flashmla.decode": _flashmla("flash_mla", "flash_mla"),
     "vllm.flashmla": _flashmla("vllm.models.deepseek_v4.nvidia.flashmla", "vllm.v1.attention.ops.flashmla"),
-    "vllm.flashmla-dense": _flashmla("vllm.v1.attention.backends.mla.flashmla", "vllm.v1.attention.ops.flashmla"),
+    # A sparse call's indices number the cache's slots, whatever its block table says: only dense calls go by pages.
+    "vllm.flashmla-dense": _flashmla(
+        "vllm.v1.attention.backends.mla.flashmla", "vllm.v1.attention.ops.flashmla", pages={"k_cache": "block_table"}
+    ),
     "vllm.flash-attention": Site(
         "vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
         {
@@ -113,7 +116,7 @@ SITES: dict[str, Site] = {
                 "max_seqlen_k": _longest("seqused_k"),
                 "scheduler_metadata": lambda: None,
             },
-            "whole": ("k", "v"),
+            "pages": {"k": "block_table", "v": "block_table"},
             "lengths": "seqused_k",
         },
     ),
@@ -130,7 +133,7 @@ SITES: dict[str, Site] = {
         },
         {
             "fresh": {"max_seqlen_q": _longest("cu_seqlens_q"), "max_seqlen_k": _longest("seqused_k")},
-            "whole": ("k", "v"),
+            "pages": {"k": "block_table", "v": "block_table"},
             "lengths": "seqused_k",
         },
     ),
@@ -168,15 +171,15 @@ def linear_layers(model: torch.nn.Module, contains: str = "", **options: Any) ->
 def engine_sites(kernels: Any, **options: Any) -> dict[str, CallSiteProbe]:
     """Probes at the kernels of this project's engine: a row is a token of the step, with its own page table and length.
 
-    kernels: the engine's kernel set (``kernels.sets``). The paged caches are passed whole: attention only reads them.
-    Weights are constant.
+    kernels: the engine's kernel set (``kernels.sets``). Attention only reads the paged caches, of which controls
+    made later are given the pages that the tables name. Weights are constant.
     """
     return {
         "linear": CallSiteProbe((kernels, "linear"), {"x": 0}, **{"constant": ("weight",), **options}),
         "attend": CallSiteProbe(
             (kernels, "attend"),
             {"q": 0, "tables": 0, "lengths": 0},
-            **{"whole": ("k_pages", "v_pages"), "lengths": "lengths", **options},
+            **{"pages": {"k_pages": "tables", "v_pages": "tables"}, "lengths": "lengths", **options},
         ),
         "rms_norm": CallSiteProbe((kernels, "rms_norm"), {"x": 0}, **{"constant": ("weight",), **options}),
     }

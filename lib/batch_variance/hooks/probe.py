@@ -26,6 +26,7 @@ from .calls import Binder, Call, check_names, signature_of, tensors
 from .comparing import Comparison, Difference, ShapeChanged, compare_rows, flipped
 from .keeping import Backlog, Surroundings, Taken, Waiting, settle
 from .layouts import CannotSlice, Layout, as_layout
+from .paging import with_own_pages
 from .patching import Target
 from .snapshots import CannotCopy, KeptState, NoRoom, Questions, RandomState, Snapshot, differs, values_of
 from .verdicts import verdicts
@@ -127,6 +128,9 @@ class CallSiteProbe:
         pad: argument path -> dimension to widen with zeros on the padding axis, instead of adding rows.
         whole: arguments that the call only reads, and that are large: replays are given them as they are, uncopied.
             Controls made later are given copies, since the engine may write them between calls, as it does a cache.
+        pages: pool of pages (a paged KV cache) -> page table: path of an argument [P, ...] that the call only reads, as
+            in ``whole`` -> path of the integer tensor that numbers its pages. Controls made later are then given copies
+            of the pages that the table names, renumbered, and not of the pool. Name every pool that a table numbers.
         constant: arguments that are only ever read, by the call and by everyone else (weights): never copied.
         state: what else the call may change, to be put back: tensors, torch modules (their buffers), containers of
             tensors.
@@ -166,6 +170,7 @@ class CallSiteProbe:
         lengths: str | None = None,
         pad: Mapping[str, int] | None = None,
         whole: Iterable[str] = (),
+        pages: Mapping[str, str] | None = None,
         constant: Iterable[str] = (),
         state: Iterable[Any] = (),
         witness: Callable[[dict], Any] | None = None,
@@ -185,7 +190,8 @@ class CallSiteProbe:
         self.max_calls, self.max_seconds, self.max_bytes = max_calls, max_seconds, max_bytes
         self.max_share = max_share
         self.values, self.lengths, self.witness = set(values), lengths, witness
-        self.whole, self.constant, self.controls = tuple(whole), tuple(constant), controls
+        self.pages, self.constant, self.controls = dict(pages or {}), tuple(constant), controls
+        self.whole = tuple(dict.fromkeys((*whole, *self.pages)))
         self.state, self.checks = list(state), list(checks)
         self.spread, self.controls_every = spread, controls_every
         self._read_target()
@@ -227,6 +233,7 @@ class CallSiteProbe:
             ("fresh", self.fresh),
             ("pad", self.pad),
             ("whole", dict.fromkeys(self.whole)),
+            ("pages", dict.fromkeys((*self.pages, *self.pages.values()))),
             ("constant", dict.fromkeys(self.constant)),
         ):
             check_names(what, paths, self._signature, self.site)
@@ -252,6 +259,11 @@ class CallSiteProbe:
         if both:
             raise BadInput(
                 f"{', '.join(sorted(both))} is named in batch_args and in fresh: it is either cut or built anew."
+            )
+        both = set(self.constant) & set(self.pages)
+        if both:
+            raise BadInput(
+                f"{', '.join(sorted(both))} is named in constant and in pages: it is either left as it is or copied by page."
             )
         if self.lengths is not None and self.lengths not in self.batch_args:
             raise BadInput(f"lengths names {self.lengths!r}, which batch_args does not.")
@@ -382,8 +394,10 @@ class CallSiteProbe:
         try:
             if self.controls == "now":
                 return Snapshot(call, (*self.whole, *self.constant), self.max_bytes)
-            only_read = call.flat() if reads else self.whole
-            return Snapshot(call, self.constant, self.max_bytes, self.max_bytes - self._backlog.nbytes, only_read)
+            room = self.max_bytes - self._backlog.nbytes
+            call, own = with_own_pages(call, self.pages, room)
+            only_read = call.flat() if reads else {*self.whole, *self.pages.values()}
+            return Snapshot(call, self.constant, self.max_bytes, room, only_read, own)
         except NoRoom:
             self._pass_over_full()
         except CannotCopy as error:

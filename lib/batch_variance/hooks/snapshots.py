@@ -16,7 +16,7 @@ import torch
 from .calls import Call, map_tensors, tensors
 from .layouts import extent, misplacement, strided
 
-_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CannotCopy(Exception):
@@ -37,7 +37,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     x = values_of(x)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    x, word = x.contiguous(), _WORD[x.element_size()]
+    x, word = x.contiguous(), WORD[x.element_size()]
     return x if x.dtype is word else x.view(word)
 
 
@@ -114,7 +114,8 @@ class Snapshot:
 
     ``whole`` names arguments that are passed on as they are: too large to copy, and only read. ``nbytes`` is what the
     copies take. ``only_read`` is given where replays are made later: names of arguments that the call does not change,
-    of which ``keep_after`` copies nothing. Then every torch.nn.Parameter is whole.
+    of which ``keep_after`` copies nothing. Then every torch.nn.Parameter is whole. ``own`` are those of the call's
+    tensors that are copies already.
     Raises CannotCopy for a tensor without plain memory, or when more than ``max_bytes`` would be copied; NoRoom when
     it is more than ``room``.
     """
@@ -126,6 +127,7 @@ class Snapshot:
         max_bytes: int = 2**32,
         room: int | None = None,
         only_read: Collection[str] | None = None,
+        own: Iterable[torch.Tensor] = (),
     ):
         self.real = call
         self.whole, self._only_read, later = set(whole), only_read, only_read is not None
@@ -156,7 +158,10 @@ class Snapshot:
             )
         if room is not None and self.nbytes > room:
             raise NoRoom
-        self._copies = {key: _Copy(t, low, high, n == 1, later) for key, (low, high, t, n, _) in spans.items()}
+        own = {id(t) for t in own}
+        self._copies = {
+            key: _Copy(t, low, high, n == 1, later, id(t) in own) for key, (low, high, t, n, _) in spans.items()
+        }
         self._views = [self._copies[key].view(t) for key, (_, t) in zip(self._keys, self._live)]
         # What a replay is given a copy of its own of: what the call changes, and what was copied to any address.
         self._anew = {key for key, copy in self._copies.items() if copy.misplaced}
@@ -241,14 +246,15 @@ def _span(path: str, t: torch.Tensor) -> tuple[int, int]:
 class _Copy:
     """Bytes ``low`` to ``high`` of the memory of ``t``, which is ``alone`` where no other tensor lies in it. They keep
     their place relative to addresses that new tensors have, or are ``misplaced``: ``later`` leaves that to ``again``.
+    ``own``: ``t`` is a copy already.
     """
 
-    def __init__(self, t: torch.Tensor, low: int, high: int, alone: bool, later: bool):
+    def __init__(self, t: torch.Tensor, low: int, high: int, alone: bool, later: bool, own: bool):
         self.plain, self.misplaced = alone and t.is_contiguous(), False  # then one tensor is all that is copied
         if self.plain:
             self._low, self._place = 0, misplacement(t)
-            self.misplaced = later and self._place != 0
-            self._held = _placed(values_of(t), 0 if later else self._place)
+            self.misplaced = later and not own and self._place != 0
+            self._held = t if own else _placed(values_of(t), 0 if later else self._place)
         else:
             self._low, self._place = low, 0
             memory = torch.empty(0, dtype=torch.uint8, device=t.device)
