@@ -13,6 +13,9 @@ from batch_variance.engine.model import Model
 from batch_variance.hooks import CallSiteProbe
 from batch_variance.hooks.adapters import engine_sites
 from batch_variance.hooks.audit import Audit
+from batch_variance.hooks.calls import Call
+from batch_variance.hooks.paging import with_own_pages
+from batch_variance.hooks.snapshots import bits
 from batch_variance.hooks.subjects import ModuleSubject
 from batch_variance.kernels.nvfp4.policy import policy
 from batch_variance.kernels.sets import TritonKernels
@@ -130,3 +133,24 @@ def test_the_audit_names_a_planted_fault_on_the_gpu():
         "position": 0,
         "solo": 2,
     }
+
+
+def test_pages_are_gathered_without_waiting_where_the_table_is_short():
+    """And where it is long, unread entries and all, by waiting, to the same bits."""
+    pool = torch.randint(-(2**31), 2**31 - 1, (300, 2, 16, 8), device="cuda", dtype=torch.int32).view(torch.float32)
+    k, v = pool.unbind(1)
+    short = torch.tensor([[7, 299, -1], [0, 7, 2**31 - 1]], device="cuda", dtype=torch.int32)
+    for table, repeats in ((short, True), (short.repeat(1, 100), False)):
+        call = Call({"k": k, "v": v, "table": table}, (), None, None)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if repeats else "default")
+        try:
+            new, own = with_own_pages(call, {"k": "table", "v": "table"}, 2**32)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(own) == 3 and new.get("k").shape[0] == (6 if repeats else 3)
+        valid = (table >= 0) & (table < 300)
+        assert torch.equal(new.get("table")[~valid], table[~valid])
+        for name, old in (("k", k), ("v", v)):
+            kept = new.get(name)[new.get("table")[valid].long()]
+            assert torch.equal(bits(kept), bits(old[table[valid].long()]))

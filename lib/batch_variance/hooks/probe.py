@@ -232,8 +232,8 @@ class CallSiteProbe:
             ("batch_args", self.batch_args),
             ("fresh", self.fresh),
             ("pad", self.pad),
-            ("whole", dict.fromkeys(self.whole)),
             ("pages", dict.fromkeys((*self.pages, *self.pages.values()))),
+            ("whole", dict.fromkeys(self.whole)),
             ("constant", dict.fromkeys(self.constant)),
         ):
             check_names(what, paths, self._signature, self.site)
