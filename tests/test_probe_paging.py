@@ -1,4 +1,6 @@
-"""Of a paged pool, controls made later get the pages that the table names, and find with them what they find with all."""
+"""Of a paged pool, controls made later get the pages that the table names, and find with them what they would with
+all.
+"""
 
 import types
 
@@ -8,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_variance.common import BadInput
-from batch_variance.hooks import CallSiteProbe
+from batch_variance.hooks import CallSiteProbe, snapshots
 from batch_variance.hooks.adapters import SITES, engine_sites
 from batch_variance.hooks.calls import Binder, signature_of
 from batch_variance.hooks.layouts import misplacement
 from batch_variance.hooks.paging import with_own_pages
 from batch_variance.hooks.probe import HABIT
-from batch_variance.hooks.snapshots import bits
+from batch_variance.hooks.snapshots import Snapshot, bits
 from batch_variance.kernels.sets import NativeKernels
 
 PAGES = {"k": "table", "v": "table"}
@@ -53,7 +55,9 @@ def test_the_pages_named_are_there_under_their_new_numbers(data):
     entry = st.one_of(st.integers(0, count - 1), st.sampled_from([-1, count, 2**31 - 1, -(2**31)]))
     rows, width = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 5))
     kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    whole = torch.tensor(data.draw(st.lists(entry, min_size=rows * width, max_size=rows * width)), dtype=kind)
+    skip = data.draw(st.integers(0, 3))
+    entries = data.draw(st.lists(entry, min_size=skip + rows * width, max_size=skip + rows * width))
+    whole = torch.tensor(entries, dtype=kind)[skip:]
     table = whole.view(width, rows).T if data.draw(st.booleans()) else whole.view(rows, width)
     call, own = with_own_pages(call_of(k=k, v=v, table=table), PAGES, ROOMY)
     valid = (table >= 0) & (table < count)
@@ -81,6 +85,9 @@ def test_each_tables_pools_go_by_it_alone():
     assert torch.equal(new.get("far")[new.get("far_table")], arguments["far"][arguments["far_table"]])
     assert torch.equal(new.get("near")[new.get("near_table")], arguments["near"][arguments["near_table"]])
     assert call.get("near") is arguments["near"]  # the engine's call is as it was
+
+    only_one = with_own_pages(call, {"near": "near_table", "far": "far_table"}, 2 * 12 + 2 * 20 - 1)[0]
+    assert only_one.get("near").shape[0] == 2 and only_one.get("far") is arguments["far"]
 
 
 table_of = lambda *rows: torch.tensor(rows, dtype=torch.int32)  # noqa: E731
@@ -156,8 +163,9 @@ def test_a_pool_beyond_max_bytes_is_sampled_by_its_pages():
     assert found.sampled == 1 and found.verdict()["solo"] == "invariant"
 
 
-def test_the_pages_count_in_what_is_kept_and_are_copied_once():
-    sizes = []
+def test_the_pages_count_in_what_is_kept_and_are_copied_once(monkeypatch):
+    sizes, copied, placed = [], [], snapshots._placed
+    monkeypatch.setattr(snapshots, "_placed", lambda t, place: copied.append(tuple(t.shape)) or placed(t, place))
 
     def spy(q, k, v, table, lengths):
         sizes.append(k.shape[0])
@@ -169,9 +177,21 @@ def test_the_pages_count_in_what_is_kept_and_are_copied_once():
     with CallSiteProbe((engine, "kernel"), {"q": 0, "table": 0, "lengths": 0}, **options) as probe:
         engine.kernel(torch.randn(3, 8), k, v, table, torch.tensor([1, 7, 18]))
         kept = probe._backlog.nbytes
-    # pages 0 to 14, and page 59 that no entry names is not among them
+        assert copied == [(3, 8), (3,)]  # q and lengths; the pools' pages and the table were made for the probe
     assert sizes[0] == 60 and set(sizes[1:]) == {15}
-    assert 2 * 15 * 128 < kept < 2 * 15 * 128 + 1000
+    # 15 pages of 128 bytes of each pool, the table once; q and lengths before and after the call, and the result.
+    assert kept == 2 * 15 * 128 + 15 * 8 + 2 * (96 + 24) + 96
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_the_pages_are_not_copied_again_before_a_replay_writes(skip):
+    k, v = (torch.randn(skip + 40 * 32)[skip:].view(40, 4, 8) for _ in "kv")
+    call, own = with_own_pages(call_of(k=k, v=v, table=table_of([3, 5])), PAGES, ROOMY)
+    snapshot = Snapshot(call, only_read=("k", "v", "table"), own=own)
+    for name in ("k", "v", "table"):
+        assert snapshot.before.get(name) is snapshot.fresh_call().get(name) is call.get(name)
+        apart = snapshot.call_apart()[0].get(name)
+        assert apart.untyped_storage().data_ptr() != call.get(name).untyped_storage().data_ptr()
 
 
 def test_a_pool_that_the_table_numbers_and_nobody_named_shows_in_the_rerun():
