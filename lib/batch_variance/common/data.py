@@ -1,5 +1,6 @@
 """Where the repository's data lies, and how a result is written so that it is whole or absent."""
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -31,10 +32,11 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "batch-variance"
 
 
-def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: Path | str, write: Callable[[Path], None], replace: bool = True) -> Path:
     """Call ``write(temporary)`` and rename the result to ``path``, so that readers see a whole file or the old one.
 
-    The temporary file lies in the same folder and keeps the suffix. Raises BadInput when the folder cannot be written.
+    The temporary file lies in the same folder and keeps the suffix. ``replace``: False to leave a file that is there
+    already, as it may be by then. Raises BadInput when the folder cannot be written.
     """
     path = Path(path)
     temporary = None
@@ -44,7 +46,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
         os.close(handle)
         write(Path(temporary))
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror or error}): give a folder with room that you may write to.") from error
     finally:
