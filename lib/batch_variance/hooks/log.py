@@ -4,9 +4,9 @@ A parquet file ends in its index, so it cannot grow in place and stay readable. 
 a temporary file beside it and renames that over the old one: a reader sees the last flush, whole, and so does whoever
 comes after a crash. Append-only holds for the bytes too: a flush adds one row group, and those before it are written
 again to the same bytes at the same places, so that a reader that took the index from the old file and the rows from
-the new one still reads right (pandas and pyarrow open a path twice). A flush so takes a third of a millisecond for each
+the new one still reads right (pandas and pyarrow open a path twice). A flush so takes half a millisecond for each
 one before it. It is made in a thread of its own, and only when the last one is past by 200 times what that took: a
-crash loses at most as much, which is under a second at first and 20 seconds after an hour.
+crash loses at most as much, which is a second at first and half a minute after an hour.
 
 Several probes, threads and processes may write one log. Each flush holds the file's lock and first takes in what others
 have written since; readers need no lock.
